@@ -1,12 +1,16 @@
 """The tensors of the paged KV cache. Which sequence holds which block is cache/manager.py's job."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ropewalk.cache.rounding import SCALE, restored, rounded
+# Of keys and values in 8 bits: equal steps, with an entry's largest magnitude at ±127. All of it is
+# float32 in one fixed order, as the CPU kernels (linear/integers.hpp) must store identical bits.
+SCALE = torch.float32
+STEPS = 127
+LEAST = 1e-30  # lower bound of the largest magnitude: avoids dividing by 0 for an entry of zeros
 
 Change = Callable[[Tensor], Tensor]  # entries → entries of the same shape and dtype
 
@@ -146,3 +150,29 @@ def bytes_per_token(shape: Shape, dtype: torch.dtype) -> int:
 
 def _at_slots(stored: Tensor, slots: Tensor, new: Tensor) -> None:
     stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, new)
+
+
+def rounded(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., head_dim] → int8 of that shape and scales [...]; `restored` approximately inverts it.
+
+    No value is off by more than half a scale, 0.4% of the largest. An entry that is not finite
+    gets a scale that is not finite, so that it cannot pass for a valid one.
+    """
+    wide = entries.to(SCALE)
+    largest = wide.abs().amax(-1).clamp(min=LEAST)
+    steps = torch.full_like(largest, STEPS) / largest
+    return torch.round(wide * steps[..., None]).to(torch.int8), largest * (1 / STEPS)
+
+
+def restored(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Approximate inverse of `rounded`: a product in float32 or wider, then cast to `dtype`."""
+    wide = torch.promote_types(dtype, SCALE)
+    return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)
+
+
+def tensor_on(
+    device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """A tensor of `values` on `device`, copied asynchronously."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.cache.kv import KVCache
-from ropewalk.cache.tensors import tensor_on
+from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.types import Audit, BlockEvent, EventKind
 
 # Blocks verified per batch by `sample`: starting a check costs more than checking one block, and

@@ -13,9 +13,8 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ropewalk.cache.block_pool import BlockPool, InvariantError
-from ropewalk.cache.keeper import Keeper
-from ropewalk.cache.kept import Kept, Place, SpillCounts, sound
-from ropewalk.cache.prefix import Digest, Entry, PrefixIndex
+from ropewalk.cache.keeper import Keeper, Place, SpillCounts
+from ropewalk.cache.prefix import Digest, Entry, Kept, PrefixIndex, sound
 from ropewalk.cache.types import BlockEvent, EventKind
 
 

@@ -12,10 +12,9 @@ from typing import ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager, Copy
-from ropewalk.cache.tensors import tensor_on
 from ropewalk.cache.types import (
     Capability,
     Evict,
@@ -140,10 +139,10 @@ class Operations:
         ]
 
     def _report(self, operation: Operation, moving: Sequence[_Moving]) -> OpReport:
-        turning = sum(
+        rotating = sum(
             rules.capability(operation.op, self._kv.dtype) in REWRITES for rules in self._rules
         )
-        rewritten = turning * self._kv.kv_heads * sum(each.slots for each in moving if each.delta)
+        rewritten = rotating * self._kv.kv_heads * sum(each.slots for each in moving if each.delta)
         copied = self._kv.entries_per_token * self._copied_slots(operation, moving)
         return OpReport(
             operation.op,

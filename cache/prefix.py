@@ -7,13 +7,28 @@ the very entry matched before it, so no collision can hand out another sequence'
 import hashlib
 import secrets
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ropewalk.cache.block_pool import InvariantError
-from ropewalk.cache.kept import Kept
 
 Digest = Callable[[bytes, str, bytes], bytes]  # (parent's digest, salt, packed tokens)
 ROOT = b""  # parent digest of a sequence's first block
+
+
+class Kept:
+    """What a block holds or held. It is lost once it is neither in a block nor stored."""
+
+    __slots__ = ("block", "slot", "stored", "wanted")
+
+    def __init__(self, block: int) -> None:
+        self.block = block  # of the cache; 0: in none
+        self.slot = 0  # of the second place, perhaps only reserved; 0: none
+        self.stored = False  # in its slot
+        self.wanted = 0  # sequences that left it and will come back for it
+
+    @property
+    def lost(self) -> bool:
+        return not self.block and not self.stored
 
 
 class Entry(Kept):
@@ -30,6 +45,16 @@ class Entry(Kept):
         self.parent = parent
         super().__init__(block)
         self.children: set[Entry] = set()
+
+
+def sound(contents: Iterable[Kept]) -> list[Kept]:
+    """Those before the first that is lost."""
+    found = []
+    for kept in contents:
+        if kept.lost:
+            break
+        found.append(kept)
+    return found
 
 
 def keyed_digest(key: bytes) -> Digest:

@@ -8,10 +8,9 @@ from logging import getLogger
 
 import torch
 
-from ropewalk.cache.kept import Moves
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.keeper import Moves
+from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.ledger import Ledger
-from ropewalk.cache.tensors import tensor_on
 
 log = getLogger(__name__)
 

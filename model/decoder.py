@@ -3,7 +3,7 @@
 Knows no requests and no sampling.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +13,8 @@ from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import PositionalEncoding, rotates
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.watch import Watch
+
+Forward = Callable[[ForwardBatch, KVCache], Tensor]  # a decoder, or what stands in for one
 
 
 class Executor(Protocol):

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk.cache.tensors import tensor_on
+from ropewalk.cache.kv import tensor_on
 from ropewalk.model.sampling import SamplingParams
 
 FIRST_CANDIDATES = 64

@@ -1,14 +1,18 @@
-"""Terminal output: messages and bars for slow work, counted nouns, aligned columns, line width."""
+"""What is printed: logs, messages and bars for slow work, counted nouns, aligned columns."""
 
+import json
+import logging
 import os
 import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from tqdm import tqdm
 
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PATIENCE_S = 2.0  # how long a person waits without a message
 
 
@@ -74,3 +78,36 @@ def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
 def line_width() -> int:
     """In characters: the terminal's width, but no more than is comfortable to read."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+class JsonLines(logging.Formatter):
+    """The keys of a record's `fields`, if it has any, stand beside its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
+        entry = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            entry["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(entry, default=str)  # in ASCII: nothing in it ends a line
+
+
+def configure_logs(level: str, form: str) -> None:
+    """Send all logs, those of libraries too, to standard error. `form` is text or json."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if form == "json" else logging.Formatter(LINE))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(form == "json")
+    logging.getLogger("uvicorn.error").addFilter(_says_why)
+
+
+def _says_why(record: logging.LogRecord) -> bool:
+    """Not uvicorn's line for bytes that are no HTTP: server/http/access_log.py writes a better."""
+    return record.msg != "Invalid HTTP request received."

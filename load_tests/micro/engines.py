@@ -11,10 +11,9 @@ from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache, replayed, request
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.decoder import Decoder
+from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import create
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.kernels.graphs.replay import Forward
 from ropewalk.server.engine.assemble import Wired, wired
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.statistics import PositionMeter

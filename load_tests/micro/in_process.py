@@ -16,13 +16,13 @@ from ropewalk.load_tests.common.rounds import Call
 from ropewalk.model.attention.base import choose, spec_for
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
-from ropewalk.model.decoder import Decoder
+from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import EncodingError, create, names
 from ropewalk.model.kernels.backends import all_backends, decoder_on
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.kernels.graphs.replay import Bucket, Forward, ReplayedDecoder
-from ropewalk.model.loading.checkpoints import Checkpoint, load_encoding, load_program
-from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
+from ropewalk.model.kernels.graphs.replay import Bucket, ReplayedDecoder
+from ropewalk.model.loading.checkpoints import RANDOM, Checkpoint, load_encoding, load_program
+from ropewalk.model.loading.random_weights import random_checkpoint
 from ropewalk.model.program import Program
 from ropewalk.model.recipes import program
 from ropewalk.model.sampling import SamplingParams
@@ -116,13 +116,17 @@ def step(requests: int, context: int, rows: int, device: torch.device) -> Forwar
 
     It outputs the logits of each request's last token. The cache must have `blocks_for` them.
     """
-    manager = CacheManager(blocks_for(requests, context), BLOCK_SIZE, prefix_sharing=False)
-    work = []
-    for index in range(requests):
-        made = request(str(index), [7] * context)
-        manager.reserve(made.id, made.tokens, context)
-        work.append(Work(made, context - rows, rows))
-    return build_batch(tuple(work), manager.table, BLOCK_SIZE).forward.to(device)
+    return step_of([request(str(i), [7] * context) for i in range(requests)], rows, device)
+
+
+def step_of(requests: Sequence[Request], rows: int, device: torch.device) -> ForwardBatch:
+    """The same of these requests, which have equally many tokens."""
+    context = len(requests[0].tokens)
+    manager = CacheManager(blocks_for(len(requests), context), BLOCK_SIZE, prefix_sharing=False)
+    for each in requests:
+        manager.reserve(each.id, each.tokens, context)
+    work = tuple(Work(each, context - rows, rows) for each in requests)
+    return build_batch(work, manager.table, BLOCK_SIZE).forward.to(device)
 
 
 def passes(
@@ -162,7 +166,7 @@ def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
         if name in names():
             raise EncodingError(f"{arm}: {name} has no forms or frames; leave out {variant!r}.")
         name, variant = arm, ""  # package.module:Class
-    checkpoint = random_checkpoint(f"{PREFIX}{shape}", name, context)
+    checkpoint = random_checkpoint(f"{RANDOM}{shape}", name, context)
     if not variant:
         return checkpoint
     spec = checkpoint.config.encoding

@@ -10,10 +10,19 @@ from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
 from ropewalk.cache.types import KeyFrame
-from ropewalk.model.attention.bias import StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.encodings.base import BIASES, PositionalEncoding, ScoreBias
+from ropewalk.model.encodings.base import (
+    BIASES,
+    EncodingError,
+    KeyBias,
+    LinearBias,
+    MaterialisedBias,
+    PairBias,
+    PositionalEncoding,
+    ScoreBias,
+    TableBias,
+)
 from ropewalk.model.encodings.common.rotary import Rotation
 
 log = getLogger(__name__)
@@ -76,6 +85,37 @@ def why_not_bias(spec: AttentionSpec) -> str | None:
         return None
     known = ", ".join(each.__name__ for each in BIASES)
     return f"it does not know a bias of the kind {spec.bias.__name__}, only {known}"
+
+
+@dataclass(frozen=True, slots=True)
+class DenseBias:
+    """Adds values[head, row, key index] to the score; built for one step only."""
+
+    values: Tensor  # [heads, T, max_context] float32
+
+
+StepBias = LinearBias | TableBias | KeyBias | DenseBias
+
+
+def step_bias(
+    encoding: PositionalEncoding, batch: ForwardBatch, block_size: int
+) -> StepBias | None:
+    """What an encoding of one layer adds to its scores."""
+    added = encoding.score_bias()
+    if isinstance(added, MaterialisedBias | PairBias):
+        return _dense(added, batch, block_size)
+    return added
+
+
+def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:
+    keys = batch.key_positions(block_size)[batch.row_requests()]
+    values = bias.between(batch.positions[:, None], keys)
+    if values.shape[1:] != (len(keys), 1, keys.shape[1]):  # kernels would misread it
+        raise EncodingError(
+            f"score_bias returns {list(values.shape)} for queries [{len(keys)}, 1] and keys "
+            f"{list(keys.shape)}; it must be [heads, ..., queries, keys]."
+        )
+    return DenseBias(values[:, :, 0])
 
 
 class Attend(Protocol):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec
-from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.common.rotary import Rotation
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec
-from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.common.rotary import Rotation
 
@@ -123,10 +122,10 @@ class SdpaAttention:
         positions = batch.key_positions(block_size)
         offsets = torch.arange(positions.shape[1], device=positions.device) % block_size
         rows = keys.transpose(1, 2)
-        turned = rotation.keys(
+        rotated = rotation.keys(
             rows.flatten(0, 1), positions.flatten(), offsets.repeat(len(positions))
         )
-        return turned.view(rows.shape).transpose(1, 2)
+        return rotated.view(rows.shape).transpose(1, 2)
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> Tensor:

@@ -17,7 +17,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ropewalk.model.confined.process import Confined, Stopped
-from ropewalk.model.tokenizers.gguf_fields import TokenizerFields
 from ropewalk.model.tokenizers.tokenizer_config import (
     SpecialTokens,
     read_object,
@@ -221,6 +220,8 @@ def chat_template_from_gguf(
     source = metadata.get("tokenizer.chat_template") if other is None else _read(other)
     if source is None:
         return None
+    from ropewalk.model.tokenizers.gguf_fields import TokenizerFields
+
     return _from_source(source, TokenizerFields(metadata).special_tokens())
 
 

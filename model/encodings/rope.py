@@ -23,7 +23,7 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.common.rope_scaling import Scaling, frequencies, scaling_from
-from ropewalk.model.encodings.common.rotary import Layout, Rotation, turn
+from ropewalk.model.encodings.common.rotary import Layout, Rotation, rotate_pairs
 
 REQUIRED = frozenset({"base", "width", "layout"})
 
@@ -79,7 +79,7 @@ class RoPE(PositionalEncoding):
         self.layers = None if layers is None else frozenset(layers)
         self.key_frame = frame
         self.max_positions = context
-        self.unturned = PositionalEncoding()  # for layers that are not rotated
+        self.unrotated = PositionalEncoding()  # for layers that are not rotated
         self.frequencies = self.frequencies_at(context)
         # The factor on the norms of queries and keys. The tables include it, so moving a stored
         # key must not apply it again.
@@ -174,7 +174,7 @@ class RoPE(PositionalEncoding):
             cos[rows], sin[rows] = angles.cos().float(), angles.sin().float()
         return cos, sin
 
-    def turns(self, layer: int) -> bool:
+    def rotates(self, layer: int) -> bool:
         """Whether queries and keys of this layer are rotated."""
         return self.layers is None or layer in self.layers
 
@@ -184,9 +184,10 @@ class RoPE(PositionalEncoding):
         match self.key_frame:
             case KeyFrame.ABSOLUTE:
                 cos, sin = self.cos[positions], self.sin[positions]
-                return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+                rotated = rotate_pairs(q, cos, sin, self.layout)
+                return rotated, rotate_pairs(k, cos, sin, self.layout)
             case KeyFrame.BLOCK:
-                return q, turn(k, self.cos[offsets], self.sin[offsets], self.layout)
+                return q, rotate_pairs(k, self.cos[offsets], self.sin[offsets], self.layout)
             case KeyFrame.RAW:
                 return q, k
 
@@ -194,7 +195,7 @@ class RoPE(PositionalEncoding):
         return self.left
 
     def for_layer(self, layer: int) -> PositionalEncoding:
-        return self if self.turns(layer) else self.unturned
+        return self if self.rotates(layer) else self.unrotated
 
     def capability(self, op: Op, dtype: torch.dtype) -> Capability:
         """Moving a key that carries its position's rotation requires rotating it further."""
@@ -211,7 +212,7 @@ class RoPE(PositionalEncoding):
         angles = (delta * self.frequencies.double())[None]
         flat = keys.reshape(-1, *keys.shape[-2:])
         cos, sin = (each.float().to(keys.device) for each in (angles.cos(), angles.sin()))
-        return turn(flat, cos, sin, self.layout).view(keys.shape)
+        return rotate_pairs(flat, cos, sin, self.layout).view(keys.shape)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """Six operations for each rotated pair, and a row of both tables for each angle.
@@ -220,7 +221,7 @@ class RoPE(PositionalEncoding):
         block, and the new key; a kernel may rotate each block's keys instead when they are fewer
         than the queries that attend to them.
         """
-        turning = sum(self.turns(layer) for layer in range(config.layers))
+        rotating = sum(self.rotates(layer) for layer in range(config.layers))
         match self.key_frame:
             case KeyFrame.ABSOLUTE:
                 heads, angles = config.heads + config.kv_heads, 1
@@ -230,9 +231,9 @@ class RoPE(PositionalEncoding):
                 blocks = -(-context // block_size)
                 heads, angles = config.heads * blocks + config.kv_heads, blocks + 1
         return PositionalWork(
-            rotations=turning * heads,
-            flops=turning * heads * 3 * self.width,
-            bytes=angles * self.width * self.cos.element_size() if turning else 0,
+            rotations=rotating * heads,
+            flops=rotating * heads * 3 * self.width,
+            bytes=angles * self.width * self.cos.element_size() if rotating else 0,
         )
 
 

@@ -26,7 +26,7 @@ from ropewalk.model.encodings.base import (
     freeze_all,
     names,
 )
-from ropewalk.model.encodings.common.rotary import turn
+from ropewalk.model.encodings.common.rotary import rotate_pairs
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.audit import Arm
 from ropewalk.model.layers.executor import TorchExecutor
@@ -89,7 +89,7 @@ class FollowingRoPE(RoPE):
         speeds = self.frequencies_at(int(positions.max()) + 1).double()
         angles = positions[:, None] * speeds
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
-        return turn(q, cos, sin, self.layout), turn(k, cos, sin, self.layout)
+        return rotate_pairs(q, cos, sin, self.layout), rotate_pairs(k, cos, sin, self.layout)
 
     def retune(self, kv: KVCache, start: int, stop: int) -> int:
         """Re-rotate the stored keys of `start` tokens for a length of `stop`; returns how many.
@@ -101,13 +101,13 @@ class FollowingRoPE(RoPE):
         if not start or not change.any():
             return 0
         angles = torch.arange(start)[:, None] * change
-        turned = 0
+        rotated = 0
         for layer in range(kv.layers):
-            if self.turns(layer):
+            if self.rotates(layer):
                 keys = kv.layer(layer).keys.flatten(0, 1)[:start]  # a view
-                keys.copy_(turn(keys, angles.cos(), angles.sin(), self.layout))
-                turned += start * kv.kv_heads
-        return turned
+                keys.copy_(rotate_pairs(keys, angles.cos(), angles.sin(), self.layout))
+                rotated += start * kv.kv_heads
+        return rotated
 
 
 def tiny(context: int) -> Program:

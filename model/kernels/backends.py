@@ -1,31 +1,53 @@
-"""Every attention backend and executor, fastest first: the one list that serving chooses from."""
+"""Every attention backend and executor, fastest first: the one list that serving chooses from.
+
+What serves only GPUs is imported where there is one.
+"""
 
 from logging import getLogger
 
-from ropewalk.model.attention.base import AttentionBackend
+from ropewalk.model.attention.base import Attend, AttentionBackend, AttentionSpec
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu import executor as cpu
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.kernels.triton import executor as triton
-from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.program import Program
 
 log = getLogger(__name__)
 
 
+class TritonBackend:
+    """Makes TritonAttention."""
+
+    name = "triton"
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        if spec.device.type != "cuda":
+            return f"the device is {spec.device.type}"
+        from ropewalk.model.kernels.triton.attention import TritonAttention
+
+        return TritonAttention.why_not(spec)
+
+    def __call__(self, spec: AttentionSpec) -> Attend:
+        from ropewalk.model.kernels.triton.attention import TritonAttention
+
+        return TritonAttention(spec)
+
+
 def all_backends(kernels: Kernels | str) -> list[AttentionBackend]:
     """`kernels`: the compiled CPU kernels, or the reason why there are none."""
-    return [TritonAttention, CpuBackend(kernels), SdpaAttention, ReferenceAttention]
+    return [TritonBackend(), CpuBackend(kernels), SdpaAttention, ReferenceAttention]
 
 
 def decoder_on(backend: AttentionBackend, program: Program, kernels: Kernels | str) -> Decoder:
     """The program on the fastest executor that computes attention with this backend."""
-    if backend is TritonAttention and triton.why_not(program) is None:
-        return Decoder(program, triton.TritonExecutor(program))
+    if isinstance(backend, TritonBackend):
+        from ropewalk.model.kernels.triton import executor as triton
+
+        if triton.why_not(program) is None:
+            return Decoder(program, triton.TritonExecutor(program))
     reason = cpu.why_not(program, kernels)
     if reason is None and isinstance(kernels, Kernels):
         own = isinstance(backend, CpuBackend)

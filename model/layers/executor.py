@@ -9,8 +9,13 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache, PagedKV
 from ropewalk.model.attention.base import Attend as AttendPaged
-from ropewalk.model.attention.base import AttentionBackend, AttentionSpec, of_encoding
-from ropewalk.model.attention.bias import StepBias, step_bias
+from ropewalk.model.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    StepBias,
+    of_encoding,
+    step_bias,
+)
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
 from ropewalk.model.encodings.base import EncodingError, PositionalEncoding

@@ -25,25 +25,25 @@ from ropewalk.model.encodings.base import PositionalEncoding, freeze_all
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.recipes import allocate, program
 from ropewalk.model.tokenizers.base import MAX_FILE, Tokenizer, TokenizerError
-from ropewalk.model.tokenizers.loading import (
-    tokenizer_from_directory,
-    tokenizer_from_gguf,
-    vocabulary_file,
-)
-from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, WeightFile, shown
-from ropewalk.model.weights.files import (
+from ropewalk.model.tokenizers.loading import tokenizer_from_directory, vocabulary_file
+from ropewalk.model.weights.base import (
+    GGUF,
     MAX_CONFIG,
+    PICKLE_SUFFIXES,
+    CheckpointError,
+    WeightFile,
     advise_conversion,
     open_regular,
     read_json,
     refuse_large,
     refuse_mistaken,
+    shown,
 )
-from ropewalk.model.weights.gguf_file import MAGIC, GGUFFile
 from ropewalk.model.weights.safetensors_dir import SafetensorsDirectory
 
 __all__ = ["Checkpoint", "CheckpointError", "load_encoding", "load_program", "open_checkpoint"]
 
+RANDOM = "shape:"  # begins the source of a checkpoint that is made up (random_weights.py)
 # What a folder's tokenizer and chat template are read from, besides the vocabulary.
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -226,6 +226,10 @@ def _refuse_foreign_code(where: str, encoding: str, trusted: Collection[str]) ->
 
 
 def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
+    # What reads this format, and the library that it takes, are imported only for it.
+    from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
+    from ropewalk.model.weights.gguf_file import GGUFFile
+
     _refuse_other_files(path)
     weights = GGUFFile(path)
     fields = Fields(str(path), weights.metadata)
@@ -249,8 +253,8 @@ def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
 
 def _refuse_other_files(path: Path) -> None:
     with open_regular(path) as file:
-        start = file.read(len(MAGIC))
-    if start == MAGIC:
+        start = file.read(len(GGUF))
+    if start == GGUF:
         return
     refuse_mistaken(path)
     if path.suffix == ".safetensors":

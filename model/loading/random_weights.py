@@ -18,12 +18,10 @@ from ropewalk.model.architectures.ropewalk import shapes
 from ropewalk.model.architectures.stored import Stored
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from ropewalk.model.encodings.base import find
-from ropewalk.model.loading.checkpoints import Checkpoint
+from ropewalk.model.loading.checkpoints import RANDOM, Checkpoint
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
-from ropewalk.model.weights.base import CheckpointError
-from ropewalk.model.weights.files import MAX_CONFIG, read_json
+from ropewalk.model.weights.base import MAX_CONFIG, CheckpointError, read_json
 
-PREFIX = "shape:"
 CONTEXT = 8192  # by default: no training implies a context
 
 
@@ -72,6 +70,10 @@ class RandomWeights:
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
+    def in_4_bits(self) -> bool:
+        return False
+
+    @property
     def metadata(self) -> Mapping[str, object]:
         return {}
 
@@ -95,7 +97,7 @@ def random_checkpoint(source: str, encoding: str | None, context: int | None) ->
 
     `encoding` replaces the one that the source names. Raises CheckpointError or EncodingError.
     """
-    shape, _, named = source.removeprefix(PREFIX).partition(":")
+    shape, _, named = source.removeprefix(RANDOM).partition(":")
     config = SHAPES[shape] if shape in SHAPES else _described(shape)
     config = replace(config, trained_context=context or config.trained_context)
     config = replace(config, encoding=_encoding(config, encoding or named))
@@ -118,7 +120,7 @@ def _described(shape: str) -> ModelConfig:
     path = Path(shape).expanduser()
     if not path.is_file():
         raise CheckpointError(
-            f"{PREFIX}{shape} is no shape known here; use {', '.join(SHAPES)} or the path of a "
+            f"{RANDOM}{shape} is no shape known here; use {', '.join(SHAPES)} or the path of a "
             "config.json."
         )
     fields = Fields(str(path), read_json(path, MAX_CONFIG))

@@ -1,11 +1,12 @@
-"""The interface of tokenizers, and incremental decoding of tokens to text.
+"""The interface of tokenizers, tables of tokens' bytes, and incremental decoding of tokens to text.
 
 Text is the UTF-8 decoding of the tokens' bytes, so any tokenizer that can give a token's bytes
 streams exactly. Knows no file format and no tokenizer library.
 """
 
 import codecs
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from ropewalk.model.tokenizers.stops import StopFinder
 MAX_IDS = 1 << 20  # tokens of a vocabulary; the largest published ones have some 900,000
 MAX_FILE = 64 << 20  # bytes of a tokenizer's file; the largest published ones have some 35 MB
 MAX_GROWTH = 64  # how many times longer a tokenizer may make a text before it splits it
+_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenizerError(ValueError):
@@ -151,3 +153,50 @@ def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """The text of a whole token list; invalid UTF-8 becomes U+FFFD."""
     detokenizer = Detokenizer(tokenizer, first=True)
     return "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
+
+
+def _alphabet() -> dict[str, int]:
+    """Printable Latin-1 characters stand for their own byte, U+0100 and up for the other bytes."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in own]
+    characters = {chr(byte): byte for byte in own}
+    return characters | {chr(0x100 + index): byte for index, byte in enumerate(rest)}
+
+
+BYTE_OF = _alphabet()
+
+
+def from_byte_level(piece: str) -> bytes:
+    """The bytes of a byte-level piece; a piece outside the alphabet is plain text."""
+    try:
+        return bytes([BYTE_OF[character] for character in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def byte_of_fallback(piece: str) -> int | None:
+    """0..255 for a byte piece such as <0x0A>, else None."""
+    match = _FALLBACK.fullmatch(piece)
+    return int(match[1], 16) if match else None
+
+
+class TokenTable:
+    """The bytes of every token, at the start of a text and elsewhere."""
+
+    def __init__(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+        """Per id: its usual bytes, and its bytes where it is the first token with any."""
+        plain: list[bytes] = []
+        self._first: dict[int, bytes] = {}
+        for token, (usual, at_start) in enumerate(entries):
+            plain.append(usual)
+            if at_start != usual:
+                self._first[token] = at_start
+        self._plain: Sequence[bytes] = tuple(plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def get(self, token: int, *, first: bool) -> bytes:
+        if first and token in self._first:
+            return self._first[token]
+        return self._plain[token] if 0 <= token < len(self._plain) else b""

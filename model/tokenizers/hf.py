@@ -16,10 +16,12 @@ from ropewalk.model.tokenizers.base import (
     AddedToken,
     InvalidText,
     TokenizerError,
+    TokenTable,
+    byte_of_fallback,
+    from_byte_level,
     refuse_ids,
     require_unicode,
 )
-from ropewalk.model.tokenizers.bytes import TokenTable, byte_of_fallback, from_byte_level
 from ropewalk.model.tokenizers.spm_proto import longest_replacement
 from ropewalk.model.tokenizers.trial import try_file
 

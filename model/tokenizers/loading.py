@@ -1,6 +1,7 @@
 """Finds a checkpoint's tokenizer and builds a Tokenizer from it.
 
-Knows the files of a Hugging Face directory; the formats themselves are read elsewhere.
+Knows the files of a Hugging Face directory; the formats themselves are read elsewhere, each by a
+library that is imported only for it.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,12 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ropewalk.model.tokenizers.base import AddedToken, Tokenizer, TokenizerError
-from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
-from ropewalk.model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer_json
-from ropewalk.model.tokenizers.spm import SpmTokenizer, read_model
 from ropewalk.model.tokenizers.tokenizer_config import TokenizerConfig, read_tokenizer_config
-
-__all__ = ["tokenizer_from_directory", "tokenizer_from_gguf", "vocabulary_file"]
 
 
 def vocabulary_file(folder: Path, *, shared: bool = False) -> Path | None:
@@ -41,7 +37,9 @@ def tokenizer_from_directory(path: Path, *, shared: bool = False) -> Tokenizer:
     return read(vocabulary, config)
 
 
-def _from_json(path: Path, config: TokenizerConfig) -> HfTokenizer:
+def _from_json(path: Path, config: TokenizerConfig) -> Tokenizer:
+    from ropewalk.model.tokenizers.hf import HfTokenizer, add_tokens, read_tokenizer_json
+
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -59,7 +57,9 @@ def _from_json(path: Path, config: TokenizerConfig) -> HfTokenizer:
     return HfTokenizer(tokenizer, bos=bos, eos=eos, add_bos=config.add_bos)
 
 
-def _from_sentencepiece(path: Path, config: TokenizerConfig) -> SpmTokenizer:
+def _from_sentencepiece(path: Path, config: TokenizerConfig) -> Tokenizer:
+    from ropewalk.model.tokenizers.spm import SpmTokenizer, read_model
+
     model = read_model(path.read_bytes())
     ids = {token.text: token.id for token in config.all_added}
 

@@ -13,10 +13,10 @@ from ropewalk.model.tokenizers.base import (
     MAX_GROWTH,
     AddedToken,
     TokenizerError,
+    TokenTable,
     refuse_ids,
     require_unicode,
 )
-from ropewalk.model.tokenizers.bytes import TokenTable
 from ropewalk.model.tokenizers.spm_proto import longest_replacement, read_settings, without_prefix
 from ropewalk.model.tokenizers.trial import try_file
 

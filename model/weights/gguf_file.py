@@ -16,10 +16,15 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
-from ropewalk.model.weights.base import CheckpointError, shown
-from ropewalk.model.weights.files import open_regular, read_range, size_of
+from ropewalk.model.weights.base import (
+    GGUF,
+    CheckpointError,
+    open_regular,
+    read_range,
+    shown,
+    size_of,
+)
 
-MAGIC = b"GGUF"
 MAX_HEADER = 64 << 20  # bytes; a vocabulary of 256,000 takes about 15 MB
 MAX_ENTRIES = 10_000  # metadata keys, and tensors
 MAX_ITEMS = 1 << 22  # of all arrays together; a vocabulary of 256,000 has some 1,300,000
@@ -81,7 +86,6 @@ class GGUFFile:
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether it has 4-bit weights of a type that `--quantize int4` preserves."""
         return any(entry.kind in IN_4_BITS for entry in self._entries.values())
 
     def names(self) -> frozenset[str]:
@@ -183,7 +187,7 @@ class _Cursor:
 
 def _preamble(cursor: _Cursor) -> tuple[int, int]:
     """Check magic and version → numbers of tensors and of metadata keys."""
-    if cursor.take(4) != MAGIC:
+    if cursor.take(4) != GGUF:
         raise CheckpointError(f"{cursor.path} is not a GGUF file: it does not start with GGUF.")
     version = int(cursor.scalar("I"))
     if version not in (2, 3):

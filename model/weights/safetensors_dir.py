@@ -13,14 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.model.weights.base import PICKLE_SUFFIXES, CheckpointError, shown
-from ropewalk.model.weights.files import (
+from ropewalk.model.weights.base import (
+    PICKLE_SUFFIXES,
+    CheckpointError,
     advise_conversion,
     open_regular,
     parse_json,
     read_json,
     read_range,
     refuse_mistaken,
+    shown,
     size_of,
 )
 
@@ -58,6 +60,8 @@ class Entry(NamedTuple):
 
 class SafetensorsDirectory:
     """The safetensors weights of a folder; a WeightFile."""
+
+    in_4_bits = False
 
     def __init__(self, folder: Path) -> None:
         """Read and check every header. Raises CheckpointError."""

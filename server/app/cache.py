@@ -8,7 +8,7 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from ropewalk.cache.kept import SpillCounts
+from ropewalk.cache.keeper import SpillCounts
 from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.app.openai import Serving
 from ropewalk.server.engine.cache_view import CacheView, RequestView, SequenceView

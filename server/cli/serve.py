@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ropewalk.cache.types import BLOCK_SIZE
-from ropewalk.server import listen, logs
+from ropewalk.server import listen
 from ropewalk.server.cli.config_file import config_option
 from ropewalk.server.cli.options import (
     PORT,
@@ -46,6 +46,7 @@ from ropewalk.server.config import (
     web_origin,
 )
 from ropewalk.server.errors import UsageError
+from ropewalk.server.terminal import configure_logs
 
 DEFAULT_MODEL = "smollm2"
 CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/run/options.py has it, too
@@ -351,7 +352,7 @@ def serve(ctx: click.Context, /, **_: Any) -> int:
         tls = None
         if config.ssl_certfile is not None:
             tls = listen.tls_context(config.ssl_certfile, config.ssl_keyfile)
-        logs.configure(config.log_level, config.log_format)
+        configure_logs(config.log_level, config.log_format)
         wait_briefly(os.environ)
         # Until all is loaded: it stays, and looking for garbage in it would take a third of a
         # second.

@@ -8,10 +8,10 @@ from ropewalk.cache.ledger import FoldSums, Ledger, fold_sums
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.operations import Operations
 from ropewalk.cache.types import Audit
+from ropewalk.model.decoder import Forward
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.cpu.sampler import KernelSampler
-from ropewalk.model.kernels.graphs.replay import Forward
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server.engine.engine import Engine

@@ -6,7 +6,7 @@ Made on the engine thread, which owns the cache; the result is a copy. No torch.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ropewalk.cache.kept import SpillCounts
+from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.manager import BlockCounts, CacheManager
 from ropewalk.cache.types import Audit
 from ropewalk.server.scheduling.request import Overflow, Request

@@ -12,9 +12,8 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.manager import CacheManager
-from ropewalk.cache.tensors import tensor_on
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.sampler import Ask, Picked, Picking, Sampler, ranked
 from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import add, sub
 
-from ropewalk.cache.kept import Moves
+from ropewalk.cache.keeper import Moves
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork

@@ -12,14 +12,15 @@ from logging import getLogger
 
 import torch
 
+from ropewalk.cache.keeper import Place as SecondPlace
 from ropewalk.cache.kv import KVCache, bytes_per_token
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager
-from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.attention.base import NoBackend
 from ropewalk.model.catalogue import Place
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.decoder import Forward
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.cpu.bindings import Kernels
@@ -39,7 +40,6 @@ from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.launch.banner import ModelFacts, banner
-from ropewalk.server.launch.graphs import replayed
 from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare
 from ropewalk.server.launch.self_check import check_parity
 from ropewalk.server.metrics.exporter import ALIASES, Metrics
@@ -204,7 +204,7 @@ def _complete(
     decoder = TimedDecoder(model.decoder)
     made = wired(
         name,
-        replayed(model.decoder, kv, limits, name, otherwise=decoder),
+        _choose_forward(model, kv, limits, decoder),
         kv,
         manager,
         rules,
@@ -252,6 +252,15 @@ def _complete(
     return Loaded(served, made.engine, facts, model.place, planner, defect)
 
 
+def _choose_forward(model: Prepared, kv: KVCache, limits: Limits, plain: Forward) -> Forward:
+    """The decoder's passes, of which CUDA graphs replay those that they can."""
+    if not model.decoder.executor.recordable:
+        return plain
+    from ropewalk.server.launch.graphs import record_graphs
+
+    return record_graphs(model.decoder, kv, limits, model.name, otherwise=plain)
+
+
 def _meter(model: Prepared, block_size: int) -> PositionMeter:
     """The meter of the work that the model's positions cost."""
     decoder, shape = model.decoder, model.checkpoint.config
@@ -277,7 +286,9 @@ def _allocate(
         ) from error
 
 
-def _place(kv: KVCache, slots: int, ledger: Ledger) -> HostMemory:
+def _place(kv: KVCache, slots: int, ledger: Ledger) -> SecondPlace:
+    from ropewalk.cache.spill import HostMemory
+
     try:
         return HostMemory(kv, slots, ledger)
     except RuntimeError as error:  # as above

@@ -10,16 +10,16 @@ from tqdm import tqdm
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import Cross, ForwardBatch
 from ropewalk.model.config import EncoderDecoderConfig
-from ropewalk.model.decoder import Decoder
+from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
-from ropewalk.model.kernels.graphs.replay import Bucket, Forward, Record, ReplayedDecoder, buckets
+from ropewalk.model.kernels.graphs.replay import Bucket, Record, ReplayedDecoder, buckets
 from ropewalk.server.launch.self_check import TOLERANCES
 from ropewalk.server.scheduling.request import Limits
 
 log = getLogger(__name__)
 
 
-def replayed(
+def record_graphs(
     decoder: Decoder,
     kv: KVCache,
     limits: Limits,

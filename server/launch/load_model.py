@@ -23,14 +23,13 @@ from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.kernels.cpu.bindings import load as load_kernels
 from ropewalk.model.kernels.cpu.library import NoKernels
 from ropewalk.model.loading.checkpoints import (
+    RANDOM,
     Checkpoint,
     CheckpointError,
     load_program,
     open_checkpoint,
 )
-from ropewalk.model.loading.random_weights import PREFIX, random_checkpoint
 from ropewalk.model.program import Program, quantized
-from ropewalk.model.weights.gguf_file import GGUFFile
 from ropewalk.model.weights.quantize import Int4, Int8
 from ropewalk.server import download, hardware
 from ropewalk.server.config import ModelOptions, ModelSource
@@ -70,10 +69,10 @@ def prepare(
     loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
 ) -> Prepared:
     """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options."""
-    checkpoint = _opened(loading, source)
+    checkpoint = _open(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
-        checkpoint = _with_encoding(checkpoint, loading.encoding)
-    checkpoint = _with_options(checkpoint, dict(loading.encoding_option))
+        checkpoint = _replace_encoding(checkpoint, loading.encoding)
+    checkpoint = _add_options(checkpoint, dict(loading.encoding_option))
     shape = checkpoint.config
     if (more := checkpoint.tokenizer.vocab_size - shape.vocab_size) > 0:
         log.info(
@@ -89,7 +88,7 @@ def prepare(
             "of float16; use --dtype bfloat16 or float32."
         )
     context = loading.max_model_len or shape.trained_context
-    encoding = _created(shape.encoding, dict(loading.encoding_option), shape, context, device)
+    encoding = _create(shape.encoding, dict(loading.encoding_option), shape, context, device)
     if encoding.max_positions is not None and context > encoding.max_positions:
         raise CommandError(
             f"{source.name} has positions for only {encoding.max_positions} tokens, so it cannot "
@@ -107,7 +106,7 @@ def prepare(
     of_encoder = None
     if isinstance(shape, EncoderDecoderConfig):
         of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
-    program = _loaded(checkpoint, source.name, encoding, of_encoder, dtype, device)
+    program = _load(checkpoint, source.name, encoding, of_encoder, dtype, device)
     if of_encoder is None:  # encoder-decoders have no foreign encodings
         check_hooks(encoding, shape, context, device)
     backend = choose(backends, spec_for(shape, dtype, device, encoding))
@@ -115,7 +114,7 @@ def prepare(
         program = quantized(program, 8 if loading.quantize == "int8" else 4)
     if loading.quantize == "int4":
         _tell_of_int4(source.name, program)
-    if loading.quantize is None and lacking is None and _in_4_bits(checkpoint):
+    if loading.quantize is None and lacking is None and checkpoint.weights.in_4_bits:
         log.info(
             "%s: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits, which is "
             "faster and changes answers a little",
@@ -128,19 +127,21 @@ def prepare(
     )
 
 
-def _opened(loading: ModelOptions, source: ModelSource) -> Checkpoint:
-    if source.source.startswith(PREFIX):
+def _open(loading: ModelOptions, source: ModelSource) -> Checkpoint:
+    if source.source.startswith(RANDOM):
         if loading.chat_template is not None:
             raise CommandError(
                 f"--chat-template: {source.source} has random weights and answers no chats; leave "
                 "the option out"
             )
+        from ropewalk.model.loading.random_weights import random_checkpoint
+
         return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
     trusted = {*loading.trust_encoding, loading.encoding or ""}
     return open_checkpoint(download.locate(source.source), trusted, loading.chat_template)
 
 
-def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
+def _replace_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     """Replace the encoding that the weights were trained with: an experiment."""
     if isinstance(checkpoint.config, EncoderDecoderConfig):
         raise CommandError(
@@ -157,7 +158,7 @@ def _with_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
     return replace(checkpoint, config=config, parameters=kept)
 
 
-def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
+def _add_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoint:
     """Add options to the decoder's encoding, on top of its own."""
     spec = checkpoint.config.encoding
     known = tuple(find(spec.name).OPTIONS)
@@ -172,7 +173,7 @@ def _with_options(checkpoint: Checkpoint, given: Mapping[str, Any]) -> Checkpoin
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))
 
 
-def _created(
+def _create(
     spec: EncodingSpec,
     given: Mapping[str, Any],
     shape: ModelConfig,
@@ -211,10 +212,6 @@ def _lacking_for_int4(kernels: Kernels | str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _in_4_bits(checkpoint: Checkpoint) -> bool:
-    return isinstance(checkpoint.weights, GGUFFile) and checkpoint.weights.in_4_bits
-
-
 def _tell_of_int4(name: str, program: Program) -> None:
     in_4 = sum(isinstance(weight, Int4) for weight in program.weights.values())
     in_8 = sum(isinstance(weight, Int8) for weight in program.weights.values())
@@ -228,7 +225,7 @@ def _tell_of_int4(name: str, program: Program) -> None:
         log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
 
 
-def _loaded(
+def _load(
     checkpoint: Checkpoint,
     name: str,
     encoding: PositionalEncoding,

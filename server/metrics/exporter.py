@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import exposition
 
-from ropewalk.cache.kept import Moves
+from ropewalk.cache.keeper import Moves
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork

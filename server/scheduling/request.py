@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from ropewalk.cache.kept import SpillCounts
+from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork

@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ropewalk.cache.kv import Int8LayerKV, KVCache, LayerKV, bytes_per_entry, bytes_per_token
-from ropewalk.cache.rounding import restored, rounded
+from ropewalk.cache.kv import (
+    Int8LayerKV,
+    KVCache,
+    LayerKV,
+    bytes_per_entry,
+    bytes_per_token,
+    restored,
+    rounded,
+)
 from tests.cache.shape import Shape
 from tests.model.in_8_bits import by_hand
 from tests.model.tiny import CONFIG

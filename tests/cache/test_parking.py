@@ -2,7 +2,7 @@
 
 import pytest
 
-from ropewalk.cache.kept import Moves, SpillCounts
+from ropewalk.cache.keeper import Moves, SpillCounts
 from ropewalk.cache.manager import CacheManager
 from tests.cache.bookkeeping import store
 

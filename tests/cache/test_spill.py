@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ropewalk.cache.kept import Moves
+from ropewalk.cache.keeper import Moves
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.spill import HostMemory

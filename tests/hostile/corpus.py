@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ropewalk.model.architectures.base import by_gguf_name, by_model_type
 from ropewalk.model.architectures.fields import Fields
-from ropewalk.model.tokenizers.bytes import BYTE_OF
+from ropewalk.model.tokenizers.base import BYTE_OF
 from ropewalk.model.weights.safetensors_dir import MAX_HEADER
 from tests.model.tokenizers.samples import train_spm
 from tests.model.tokenizers.test_chat_process import DOUBLE, LOOP

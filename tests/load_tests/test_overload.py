@@ -56,6 +56,6 @@ def test_the_summary_has_medians_and_failures():
 
 
 def test_a_small_overload_is_served_or_refused(capsys):
-    words = ["--seconds", "1.5", "--rounds", "1", "--max-seqs", "2", "--max-queue-time", "0.3"]
+    words = ["--seconds", "0.8", "--rounds", "1", "--max-seqs", "2", "--max-queue-time", "0.3"]
     assert main([*words, "--prompt-tokens", "16", "--output-tokens", "4", "--factor", "3"]) == 0
     assert "failed otherwise: 0" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""An independent implementation of 8-bit keys and values, as cache/rounding.py defines them.
+"""An independent implementation of 8-bit keys and values, as cache/kv.py defines them.
 
 Rounded values are kept in float64, so the float reference attends to exactly them.
 """
@@ -6,8 +6,7 @@ Rounded values are kept in float64, so the float reference attends to exactly th
 import numpy as np
 import torch
 
-from ropewalk.cache.kv import Int8LayerKV, KVCache, LayerKV
-from ropewalk.cache.rounding import rounded
+from ropewalk.cache.kv import Int8LayerKV, KVCache, LayerKV, rounded
 from tests.model.running import CPU
 
 

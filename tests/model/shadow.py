@@ -107,7 +107,7 @@ def turned(decoder: Decoder, keys: torch.Tensor, deltas: torch.Tensor) -> torch.
     angles = deltas[:, None, None] * encoding.frequencies.double()
     made = keys.clone()
     for layer in range(keys.shape[1]):
-        if encoding.turns(layer):
+        if encoding.rotates(layer):
             pairs = torch.complex(keys[:, layer, :, first], keys[:, layer, :, second])
             pairs = pairs * torch.polar(torch.ones_like(angles), angles)
             made[:, layer, :, first], made[:, layer, :, second] = pairs.real, pairs.imag

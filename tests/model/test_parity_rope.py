@@ -132,7 +132,7 @@ def test_kernels(name, tmp_path, kernels):
     layers = decoder.config.layers
     turning = decoder.config.encoding.options.get("layers", range(layers))
     lowered = decoder.executor._answers
-    assert [op.kind for op in lowered.ops].count(Kind.TURN) == len(turning)
+    assert [op.kind for op in lowered.ops].count(Kind.ROTATE) == len(turning)
     assert len(lowered.stages) == 1
     for index in range(layers):
         assert isinstance(decoder.encoding.for_layer(index), RoPE) == (index in turning)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ropewalk.cache.types import KeyFrame
-from ropewalk.model.attention.bias import DenseBias
+from ropewalk.model.attention.base import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias

@@ -12,7 +12,7 @@ import random
 import zlib
 from collections.abc import Iterable, Sequence
 
-from ropewalk.cache.kept import Moves
+from ropewalk.cache.keeper import Moves
 from ropewalk.cache.manager import CacheManager, Copy
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import RequestFailed

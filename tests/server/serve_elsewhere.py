@@ -1,13 +1,15 @@
 """Answers the same requests on the CPU and on a device of its own, as a server would on a GPU.
 
-Run by test_another_device.py: python -m tests.server.serve_elsewhere ATTENTION MODEL [FLAG ...]
-with the other device's attention: sdpa, or triton, whose kernels are then interpreted and whose
-graphs are computed anew. Exits with an error if answers differ, if tensors of both devices meet, or
-if the server warns of anything.
+Run by test_another_device.py. Reads lines of JSON, [ATTENTION, MODEL, FLAG, ...] with the other
+device's attention: sdpa, or triton, whose kernels are interpreted and whose graphs are computed
+anew. Writes a line for each, "" or what is wrong: answers differ, tensors of both devices meet, or
+the server warns of anything.
 """
 
+import json
 import logging
 import sys
+import traceback
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from tests.server.another_device import OTHER, Elsewhere  # before all that is t
 import pytest
 import torch
 
+from ropewalk.model.kernels.backends import TritonBackend
 from ropewalk.model.kernels.triton import attention as triton
 from ropewalk.model.kernels.triton import launches
 from ropewalk.server import hardware
@@ -33,7 +36,7 @@ FLAGS += ["--max-seqs", str(LIMITS.max_seqs), "--max-step-tokens", str(LIMITS.ma
 FLAGS += ["--max-model-len", str(LIMITS.max_context)]
 # How many requests, and of what kinds: the interpreter takes its time, and steps whose requests are
 # of the first five kinds are launched ahead.
-REQUESTS = {"sdpa": (28, WAYS), "triton": (5, WAYS[:5])}
+REQUESTS = {"sdpa": (2 * len(WAYS), WAYS), "triton": (5, WAYS[:5])}
 
 
 class Strict(logging.Handler):
@@ -77,9 +80,10 @@ def record(compute):
 def interpret():
     for using in (triton, launches):
         using.import_module = kernels_there
-    triton.TritonAttention.why_not = classmethod(
-        lambda backend, spec: None if spec.device == OTHER else "it is the CPU"
-    )
+    for backend in (triton.TritonAttention, TritonBackend):
+        backend.why_not = staticmethod(
+            lambda spec: None if spec.device == OTHER else "it is the CPU"
+        )
     graphs.CudaGraphs = lambda device: record
 
 
@@ -105,17 +109,26 @@ def answered(device, attention, count, ways, flags):
     return {name: without_numbers(events) for name, events in found.items()}
 
 
-def main(attention, *flags):
-    logging.basicConfig(handlers=[Strict(logging.WARNING)])
-    with pytest.raises(RuntimeError, match="on two devices"):
-        torch.ones(2, device=OTHER) + torch.ones(2)
-    if attention == "triton":
-        interpret()
+def check(attention, *flags):
     asked = REQUESTS[attention]
     here = answered(torch.device("cpu"), "sdpa", *asked, flags)
     elsewhere = answered(OTHER, attention, *asked, flags)
     assert elsewhere == here, [name for name in here if elsewhere[name] != here[name]]
 
 
+def main():
+    logging.basicConfig(handlers=[Strict(logging.WARNING)])
+    with pytest.raises(RuntimeError, match="on two devices"):
+        torch.ones(2, device=OTHER) + torch.ones(2)
+    interpret()
+    for line in sys.stdin:
+        wrong = ""
+        try:
+            check(*json.loads(line))
+        except Exception:
+            wrong = traceback.format_exc()
+        print(json.dumps(wrong), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -57,7 +57,7 @@ class Streams:
             thread.start()
 
     def _read(self, number):
-        body = {"model": "m", "prompt": [number + 1] * 9, "max_tokens": 1000, "ignore_eos": True}
+        body = {"model": "m", "prompt": [number + 1] * 9, "max_tokens": 500, "ignore_eos": True}
         status, answer = exchange(
             self._port, "POST", "/v1/completions", json.dumps(body | {"stream": True})
         )

@@ -79,7 +79,7 @@ def warm_cache(decoder):
 
 
 def made(decoder, kv):
-    return graphs.replayed(decoder, kv, LIMITS, "m", otherwise=decoder)
+    return graphs.record_graphs(decoder, kv, LIMITS, "m", otherwise=decoder)
 
 
 def test_steps_are_recorded_where_triton_attends(monkeypatch, capsys):
@@ -125,7 +125,7 @@ def test_graphs_that_compute_something_else_are_not_used(bucket, wrong, monkeypa
     monkeypatch.setattr(Recorded, "__call__", changed)
     long = replace(LIMITS, max_context=3000)
     kv = warm_cache(decoder)
-    assert graphs.replayed(decoder, kv, long, "m", otherwise=decoder) is decoder
+    assert graphs.record_graphs(decoder, kv, long, "m", otherwise=decoder) is decoder
     assert "CUDA graphs of m compute different logits from its decoder" in caplog.text
 
 

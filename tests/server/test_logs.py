@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.server.logs import JsonLines
+from ropewalk.server.terminal import JsonLines
 from tests.server.sockets import exchange, free_port
 
 SERVE = """
     import asyncio, logging, warnings
-    from ropewalk.server import logs
     from ropewalk.server.http import protocol
+    from ropewalk.server.terminal import configure_logs
     from tests.server.toy import toy_app
 
-    logs.configure("info", {form!r})
+    configure_logs("info", {form!r})
     app = toy_app()
     config = protocol.uvicorn_config(app, host="127.0.0.1", port={port}, log_config=None)
     server = protocol.Server(config, app.state.drain, 1.0)

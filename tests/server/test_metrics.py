@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from ropewalk.cache.kept import Moves, SpillCounts
+from ropewalk.cache.keeper import Moves, SpillCounts
 from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import Capability, Op, OpReport
 from ropewalk.model.encodings.common.cost import PositionalWork

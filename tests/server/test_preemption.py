@@ -55,14 +55,14 @@ def assert_undisturbed(source, flags, count, places, **ways):
         assert not differing, place
 
 
-# Usually each encoding in two of the three, so that all places are met as often.
+# Usually each encoding in one of the three, so that all places are met as often.
 @pytest.mark.parametrize(
     ("encoding", "stored"),
     combined(
         ENCODINGS,
         STORED,
         always=lambda encoding, stored: (
-            (ENCODINGS.index(encoding) - list(STORED).index(stored)) % 3 != 0
+            (ENCODINGS.index(encoding) - list(STORED).index(stored)) % 3 == 0
         ),
     ),
 )
@@ -93,7 +93,7 @@ def test_a_thousand_requests(encoding, stored, seeded, kernels):
     ],
 )
 def test_other_forms(encoding, flags, kernels):
-    assert_undisturbed(family(encoding), flags, 30, [7], seeded=True)
+    assert_undisturbed(family(encoding), flags, 20, [7], seeded=True)
 
 
 @pytest.mark.parametrize("stored", STORED)
@@ -108,7 +108,7 @@ def test_an_encoder_decoder(stored, tmp_path, kernels):
     [
         ("rope", Overflow.SHIFT, ()),
         ("rope", Overflow.SLIDE, ("--encoding-option", "frame=block", "--kv-dtype", "int8")),
-        ("t5", Overflow.SHIFT, ()),
+        pytest.param("t5", Overflow.SHIFT, (), marks=pytest.mark.full),
         pytest.param("alibi", Overflow.SLIDE, (), marks=pytest.mark.full),
         pytest.param("nope", Overflow.SHIFT, ("--kv-dtype", "int8"), marks=pytest.mark.full),
     ],
@@ -117,7 +117,7 @@ def test_contexts_that_were_shortened(encoding, overflow, flags, kernels):
     """While nothing is lost: what depends on dropped tokens cannot be computed again."""
     flags = ("--dtype", "bfloat16", *flags)
     ways = {"seeded": True, "overflow": overflow}
-    assert_undisturbed(family(encoding), flags, 30, [400], **ways)
+    assert_undisturbed(family(encoding), flags, 20, [400], **ways)
 
 
 def test_shortened_answers_of_an_encoder_decoder(tmp_path, kernels):

@@ -12,8 +12,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from ropewalk.cache import manager, prefix
 from ropewalk.cache.block_pool import BlockPool
-from ropewalk.cache.keeper import Keeper
-from ropewalk.cache.kept import Slots
+from ropewalk.cache.keeper import Keeper, Slots
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.prefix import PrefixIndex
 from ropewalk.server.scheduling.context_shift import ContextShifter

@@ -15,22 +15,22 @@ from ropewalk.cache.types import KeyFrame
 Layout = Literal["half", "interleaved"]
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """x [T, heads, head_dim]; cos and sin [T, pairs] → x with 2 · pairs coordinates rotated.
 
     Products are computed in the wider of both dtypes and rounded once; x itself is unchanged.
     """
     width = 2 * cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turning, rest = x[..., :width], x[..., width:]
+    rotating, rest = x[..., :width], x[..., width:]
     if layout == "half":
-        a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        a, b = rotating.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    turned = turned.to(x.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        a, b = rotating[..., 0::2], rotating[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Rotation:
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
         """q [T, heads, head_dim] rotated by positions [T]."""
         cos, sin = self.cos[positions] * self.magnitude, self.sin[positions] * self.magnitude
-        return turn(q, cos, sin, self.layout)
+        return rotate_pairs(q, cos, sin, self.layout)
 
     def keys(self, keys: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
         """Stored keys [T, kv_heads, head_dim], at positions and block offsets [T] → rotated keys.
@@ -61,4 +61,4 @@ class Rotation:
         """
         lacking = positions if self.frame is KeyFrame.RAW else positions - offsets
         lacking = lacking.clamp(0, len(self.cos) - 1)
-        return turn(keys, self.cos[lacking], self.sin[lacking], self.layout)
+        return rotate_pairs(keys, self.cos[lacking], self.sin[lacking], self.layout)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
-from ropewalk.model.attention.base import AttentionSpec
-from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding
@@ -75,8 +74,8 @@ class DenseAttention:
         keys, values = kv.keys, kv.values  # [windows, length, kv_heads, head_dim]
         if rotation is not None:
             q = rotation.queries(q, batch.positions)
-            turned = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
-            keys = turned.view(keys.shape)
+            rotated = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
+            keys = rotated.view(keys.shape)
         repeat = self.spec.heads // self.spec.kv_heads
         if repeat > 1:
             keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.encodings.base import LinearBias, PositionalEncoding, ScoreBias
-from ropewalk.model.inspect.explain.rotating import Turning
+from ropewalk.model.inspect.explain.rotating import PairRotation
 
 NEAREST = 64
 FORMATS: Mapping[str, torch.dtype] = {
@@ -31,7 +31,7 @@ def query_positions(last: int) -> list[int]:
     return sorted(position for position in found if position <= last)
 
 
-def angle_codes(found: Turning, positions: list[int]) -> Series:
+def angle_codes(found: PairRotation, positions: list[int]) -> Series:
     """Over all pairs together, with position, frequency and product in one format."""
 
     def codes(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

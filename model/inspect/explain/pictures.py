@@ -18,7 +18,7 @@ from ropewalk.model.inspect.explain.codes import (
     query_positions,
     vector_codes,
 )
-from ropewalk.model.inspect.explain.rotating import turning
+from ropewalk.model.inspect.explain.rotating import find_pair_rotation
 from ropewalk.model.inspect.explain.subject import Subject
 from ropewalk.report.figure import (
     BLUE,
@@ -77,7 +77,11 @@ def codes(subject: Subject) -> Picture | Omitted:
     """Of angles, biases or vectors, whichever the encoding has; the first if several."""
     if subject.context < NEAREST:
         return Omitted("codes", CODES, f"The context is shorter than {NEAREST} positions.")
-    found = turning(subject.encoding, subject.config, subject.context) if subject.turns else None
+    found = (
+        find_pair_rotation(subject.encoding, subject.config, subject.context)
+        if subject.rotates
+        else None
+    )
     bias = subject.encoding.score_bias()
     if found is not None:
         at = query_positions(max(subject.context, REACH) - 1)

@@ -16,7 +16,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Turning:
+class PairRotation:
     """Pairs of coordinates that rotate by a fixed angle per position, fastest first."""
 
     pairs: tuple[tuple[int, int], ...]  # the two coordinates of each
@@ -25,7 +25,9 @@ class Turning:
     still: int  # coordinates of the head that are not rotated
 
 
-def turning(encoding: PositionalEncoding, config: ModelConfig, context: int) -> Turning | None:
+def find_pair_rotation(
+    encoding: PositionalEncoding, config: ModelConfig, context: int
+) -> PairRotation | None:
     """None when the hook does anything but rotate pairs at fixed speeds.
 
     context: how many positions the encoding was built for, at least 2.
@@ -44,7 +46,7 @@ def turning(encoding: PositionalEncoding, config: ModelConfig, context: int) -> 
     speeds = torch.stack([torch.atan2(once[i, j], once[i, i]) for i, j in pairs])
     order = speeds.abs().argsort(descending=True)
     i, j = pairs[0]
-    found = Turning(
+    found = PairRotation(
         tuple(pairs[k] for k in order),
         speeds[order],
         float(torch.hypot(once[i, i], once[i, j])),
@@ -56,7 +58,9 @@ def turning(encoding: PositionalEncoding, config: ModelConfig, context: int) -> 
     return None
 
 
-def _agrees(found: Turning, encoding: PositionalEncoding, config: ModelConfig, at: int) -> bool:
+def _agrees(
+    found: PairRotation, encoding: PositionalEncoding, config: ModelConfig, at: int
+) -> bool:
     """Whether these pairs and speeds reproduce what the hook does at position `at`."""
     expected = torch.eye(config.head_dim, dtype=torch.float64)
     for (i, j), speed in zip(found.pairs, found.speeds, strict=True):
@@ -85,7 +89,7 @@ def _unit_vectors_at(
     return q[:, 0].double(), k[:, 0].double()
 
 
-def equal_vectors(found: Turning, head_dim: int, distances: Tensor) -> Tensor:
+def equal_vectors(found: PairRotation, head_dim: int, distances: Tensor) -> Tensor:
     """[distances] float64: q · k / (|q| |k|), averaged over random q = k. The same as for vectors
     of ones: the mean of the cosines of all angles.
     """
@@ -98,7 +102,7 @@ def envelope(values: Tensor) -> Tensor:
     return values.abs().flip(0).cummax(0).values.flip(0)
 
 
-def bound(found: Turning, distances: Tensor) -> Tensor:
+def bound(found: PairRotation, distances: Tensor) -> Tensor:
     """[distances] float64: the factor of RoFormer's upper bound that depends on the distance.
 
     The mean over j of |S_j|, the partial sums of e^(i · distance · speed)
@@ -109,7 +113,7 @@ def bound(found: Turning, distances: Tensor) -> Tensor:
     return torch.hypot(real, imaginary).mean(dim=1)
 
 
-def random_scores(found: Turning, head_dim: int, distances: Tensor, count: int) -> Tensor:
+def random_scores(found: PairRotation, head_dim: int, distances: Tensor, count: int) -> Tensor:
     """[count, distances] float64: q · k / sqrt(head_dim) of independent standard normal q and k."""
     generator = torch.Generator().manual_seed(SEED)
     q, k = torch.randn(2, count, head_dim, generator=generator, dtype=torch.float64)

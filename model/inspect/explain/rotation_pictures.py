@@ -8,12 +8,12 @@ from matplotlib import ticker
 from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.model.inspect.explain.rotating import (
-    Turning,
+    PairRotation,
     bound,
     envelope,
     equal_vectors,
+    find_pair_rotation,
     random_scores,
-    turning,
 )
 from ropewalk.model.inspect.explain.subject import Subject
 from ropewalk.report.figure import (
@@ -39,13 +39,13 @@ ANGLES, SCORES = "Angle by dimension and position", "Score by distance"
 
 
 def angles(subject: Subject) -> Picture | Omitted:
-    if not subject.turns:
+    if not subject.rotates:
         return Omitted(
             "angle",
             ANGLES,
             f"{subject.title} rotates neither queries nor keys, so there are no angles.",
         )
-    found = turning(subject.encoding, subject.config, subject.context)
+    found = find_pair_rotation(subject.encoding, subject.config, subject.context)
     if found is None:
         return Omitted(
             "angle",
@@ -61,7 +61,7 @@ def angles(subject: Subject) -> Picture | Omitted:
     )
 
 
-def _about_angles(found: Turning, subject: Subject) -> str:
+def _about_angles(found: PairRotation, subject: Subject) -> str:
     turns = 2 * math.pi / found.speeds.abs()
     slow = int((turns > subject.context).sum())
     (a, b), (c, d) = found.pairs[0], found.pairs[-1]
@@ -92,7 +92,7 @@ def _about_angles(found: Turning, subject: Subject) -> str:
     return " ".join(parts)
 
 
-def _draw_angles(figure: Figure | SubFigure, found: Turning, context: int) -> None:
+def _draw_angles(figure: Figure | SubFigure, found: PairRotation, context: int) -> None:
     left, right = axes_row(figure, 2, gridspec_kw={"width_ratios": [1.25, 1]})
     count = len(found.speeds)
     shown = min(SHOWN, context)
@@ -125,10 +125,10 @@ def _draw_angles(figure: Figure | SubFigure, found: Turning, context: int) -> No
 
 def scores(subject: Subject) -> Picture | Omitted | None:
     """None when the hook is not used: then other pictures cover scores."""
-    if not subject.turns:
+    if not subject.rotates:
         return None
     config, span = subject.config, min(subject.context, LONGEST)
-    found = turning(subject.encoding, config, subject.context)
+    found = find_pair_rotation(subject.encoding, config, subject.context)
     if found is None:
         return Omitted(
             "score",

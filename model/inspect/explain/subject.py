@@ -37,7 +37,7 @@ class Subject:
     weights: Weights
 
     @property
-    def turns(self) -> bool:
+    def rotates(self) -> bool:
         """Whether this layer's queries and keys are changed."""
         return rotates(self.encoding)
 

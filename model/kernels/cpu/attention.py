@@ -5,8 +5,7 @@ from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.cache.types import KeyFrame
-from ropewalk.model.attention.base import AttentionSpec, why_not_bias
-from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation

@@ -15,12 +15,12 @@ from ropewalk.model.weights.quantize import Int4
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PACKED_SUFFIXES = SUFFIXES | {torch.int8: "i8"}
-HALF = 16  # half of weights.hpp's kStrip, the outputs stored side by side
+HALF = 16  # half of linear/weights.hpp's kStrip, the outputs stored side by side
 ATTENTION_SUFFIXES = SUFFIXES | {torch.float64: "f64"}
 
 
 class AttendArguments(ctypes.Structure):
-    """Mirrors the struct of the same name in attention_base.hpp."""
+    """Mirrors the struct of the same name in attention/base.hpp."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "keys", "values", "key_scales", "value_scales")),

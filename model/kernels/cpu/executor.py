@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, KVCache
-from ropewalk.model.attention.base import AttentionBackend
-from ropewalk.model.attention.bias import step_bias
+from ropewalk.model.attention.base import AttentionBackend, step_bias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import (
     PositionalEncoding,

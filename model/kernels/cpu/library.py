@@ -28,7 +28,7 @@ log = getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
 SOURCES = sorted(SOURCE.glob("*.cpp"))
-HEADERS = sorted(SOURCE.glob("*.hpp"))
+HEADERS = sorted(SOURCE.rglob("*.hpp"))
 FLAGS = [
     "-std=c++17",
     "-O3",

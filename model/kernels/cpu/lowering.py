@@ -64,7 +64,7 @@ class Kind(IntEnum):
     NORM = 2
     LINEAR = 3
     CLIP = 4
-    TURN = 5
+    ROTATE = 5
     STORE = 6
     ATTEND = 7
     GATE = 8
@@ -83,7 +83,7 @@ KNOWN = {  # what `_lower` has a case for
     )
 }
 EACH_ROW, RUN, RESULT = 0, 1, 2  # program.hpp's codes for where a value lies
-# Numbered as in outputs.hpp.
+# Numbered as in linear/outputs.hpp.
 ACTIVATIONS: Mapping[Activation | None, int] = {
     None: 0,
     "silu": 1,
@@ -435,7 +435,7 @@ class Lowering:
             return
         by_offset = rope.key_frame is KeyFrame.BLOCK
         self.emit(
-            Kind.TURN,
+            Kind.ROTATE,
             Part.POSITION,
             **({"x": k} if by_offset else {"x": q, "y": k}),
             cosines=self.borrow("cosines", rope.cos),

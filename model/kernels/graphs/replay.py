@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import Cross, ForwardBatch
+from ropewalk.model.decoder import Forward
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
 
-Forward = Callable[[ForwardBatch, KVCache], Tensor]
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]  # returns a replay of its argument's work
 

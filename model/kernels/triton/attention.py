@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
-from ropewalk.model.attention.base import AttentionSpec, why_not_bias
-from ropewalk.model.attention.bias import DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -222,7 +221,7 @@ def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
             "FRAME": "none",
             "PAIRS": 0,
             "INTERLEAVED": False,
-            "TURNED": LEAST,
+            "ROTATED": LEAST,
             "REST": LEAST,
         }
     pairs = rotation.cos.shape[1]
@@ -233,7 +232,7 @@ def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
         "FRAME": rotation.frame.value,
         "PAIRS": pairs,
         "INTERLEAVED": rotation.layout == "interleaved",
-        "TURNED": _padded(pairs),
+        "ROTATED": _padded(pairs),
         "REST": _padded(q.shape[2] - 2 * pairs),
     }
 

@@ -63,7 +63,7 @@ def attend(
     QUERIES: tl.constexpr,  # rows of a tile
     KEYS: tl.constexpr,  # columns of a tile
     DIMS: tl.constexpr,  # head_dim, pairs and unrotated coordinates: each padded to a power of 2
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     REST: tl.constexpr,
     WIDE: tl.constexpr,  # multiply as float32, as the interpreter's bfloat16 products are wrong
 ):
@@ -99,7 +99,7 @@ def attend(
     at = tl.load(positions + first_row + row, mask=live, other=0).to(tl.int32)
     query = q + ((first_row + row) * q_row + head * q_head)[:, None]
     dim = tl.arange(0, DIMS)
-    pair = tl.arange(0, TURNED)
+    pair = tl.arange(0, ROTATED)
     left = pair * 2 if INTERLEAVED else pair
     right = left + (1 if INTERLEAVED else PAIRS)
     beyond = 2 * PAIRS + tl.arange(0, REST)  # unrotated coordinates, where others are rotated
@@ -107,7 +107,7 @@ def attend(
         inside = live[:, None] & (dim < HEAD_DIM)[None, :]
         whole = tl.load(query + dim[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
     else:
-        query_a, query_b = _turned(
+        query_a, query_b = _rotated(
             query + left[None, :] * q_dim,
             query + right[None, :] * q_dim,
             cosines + at[:, None] * PAIRS + pair[None, :],
@@ -140,7 +140,7 @@ def attend(
             scores = tl.dot(whole, columns.to(FACTOR), input_precision="ieee")
         else:
             lacking = key_at if FRAME == "raw" else base.to(tl.int32)
-            key_a, key_b = _turned(
+            key_a, key_b = _rotated(
                 stored + left[:, None],
                 stored + right[:, None],
                 cosines + lacking[None, :] * PAIRS + pair[:, None],
@@ -272,7 +272,7 @@ def _visible(row, before, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _turned(left, right, cosines, sines, there):
+def _rotated(left, right, cosines, sines, there):
     """Rotate pairs of coordinates in float32; all arguments but `there` are addresses."""
     a = tl.load(left, mask=there, other=0.0).to(tl.float32)
     b = tl.load(right, mask=there, other=0.0).to(tl.float32)

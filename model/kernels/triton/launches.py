@@ -58,13 +58,13 @@ class TritonStore:
         if rope is not None:
             at = batch.offsets if rope.key_frame is KeyFrame.BLOCK else batch.positions
             (cos, sin), pairs = self.tables, rope.cos.shape[1]
-        turns = rope is not None and rope.key_frame is KeyFrame.ABSOLUTE
-        heads = q.shape[1] if turns else 0
-        turned = torch.empty(q.shape, dtype=q.dtype, device=q.device) if turns else q
+        rotates = rope is not None and rope.key_frame is KeyFrame.ABSOLUTE
+        heads = q.shape[1] if rotates else 0
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device) if rotates else q
         scales = kv[2:] if isinstance(kv, Int8LayerKV) else kv
         tiles = sum(-(-count // HEADS_AT_ONCE) for count in (heads, kv_heads))
         self.kernels.store[rows, tiles](
-            *(q, k, v, turned, kv.keys, kv.values, *scales, batch.slots, at, cos, sin),
+            *(q, k, v, rotated, kv.keys, kv.values, *scales, batch.slots, at, cos, sin),
             *(*q.stride(), *k.stride(), *v.stride()),
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -73,12 +73,12 @@ class TritonStore:
             INTERLEAVED=rope is not None and rope.layout == "interleaved",
             SCALED=isinstance(kv, Int8LayerKV),
             TILE=HEADS_AT_ONCE,
-            TURNED=power_of_2(pairs),
+            ROTATED=power_of_2(pairs),
             REST=power_of_2(head_dim - 2 * pairs),
             DIMS=power_of_2(head_dim),
             enable_fp_fusion=False,  # rounds products separately, as torch does
         )
-        return turned
+        return rotated
 
 
 class TritonGate:

@@ -15,7 +15,7 @@ def store(
     q,  # [T, HEADS, HEAD_DIM], of any strides
     k,  # [T, KV_HEADS, HEAD_DIM], of any strides; likewise v
     v,
-    turned_q,  # like q, contiguous
+    rotated_q,  # like q, contiguous
     keys,  # [blocks, block_size, KV_HEADS, HEAD_DIM], contiguous; likewise values
     values,
     key_scales,  # [blocks, block_size, KV_HEADS] float32 if SCALED; likewise for values
@@ -40,7 +40,7 @@ def store(
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,  # write 8 bits, each head of a token with a scale
     TILE: tl.constexpr,  # heads per program
-    TURNED: tl.constexpr,  # pairs, unrotated coordinates and HEAD_DIM: each padded to a power of 2
+    ROTATED: tl.constexpr,  # pairs, unrotated coordinates and HEAD_DIM: each padded to a power of 2
     REST: tl.constexpr,
     DIMS: tl.constexpr,
 ):
@@ -51,7 +51,7 @@ def store(
     cos, sin = 1.0, 0.0
     if PAIRS:
         angles = tl.load(at + row).to(tl.int64) * PAIRS
-        pair = tl.arange(0, TURNED)
+        pair = tl.arange(0, ROTATED)
         cos = tl.load(cosines + angles + pair, mask=pair < PAIRS, other=0.0)[None, :]
         sin = tl.load(sines + angles + pair, mask=pair < PAIRS, other=0.0)[None, :]
     if tile < tiles_of_q:
@@ -59,8 +59,8 @@ def store(
         _put(
             q + row * q_row + (head * q_head)[:, None],
             q_dim,
-            turned_q + (row * HEADS + head)[:, None] * HEAD_DIM,
-            turned_q + head[:, None],  # no scales are written
+            rotated_q + (row * HEADS + head)[:, None] * HEAD_DIM,
+            rotated_q + head[:, None],  # no scales are written
             (head < HEADS)[:, None],
             cos,
             sin,
@@ -68,7 +68,7 @@ def store(
             PAIRS,
             INTERLEAVED,
             False,
-            TURNED,
+            ROTATED,
             REST,
         )
     else:
@@ -87,7 +87,7 @@ def store(
             PAIRS,
             INTERLEAVED,
             SCALED,
-            TURNED,
+            ROTATED,
             REST,
         )
         _put(
@@ -114,31 +114,31 @@ def _put(
     place,  # [TILE, 1]: addresses of the contiguous heads to write
     scale_at,  # [TILE, 1]: addresses of their scales if SCALED
     there,  # [TILE, 1]: which heads exist
-    cos,  # [1, TURNED]
+    cos,  # [1, ROTATED]
     sin,
     HEAD_DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     SCALED: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED: tl.constexpr,
     REST: tl.constexpr,
 ):
     """Rotate heads in float32, rounding once; coordinates that are not rotated are copied.
 
-    In 8 bits the same numbers and scales as by cache/rounding.py, to the bit.
+    In 8 bits the same numbers and scales as by cache/kv.py, to the bit.
     """
     narrow = source.dtype.element_ty
-    largest = tl.full([source.shape[0], 1], 1e-30, tl.float32)  # as cache/rounding.py's LEAST
+    largest = tl.full([source.shape[0], 1], 1e-30, tl.float32)  # as cache/kv.py's LEAST
     if PAIRS:
-        pair = tl.arange(0, TURNED)[None, :]
+        pair = tl.arange(0, ROTATED)[None, :]
         left = pair * 2 if INTERLEAVED else pair
         right = left + (1 if INTERLEAVED else PAIRS)
         inside = there & (pair < PAIRS)
         a = tl.load(source + left * dim, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(source + right * dim, mask=inside, other=0.0).to(tl.float32)
-        turned_a, turned_b = (a * cos - b * sin).to(narrow), (b * cos + a * sin).to(narrow)
+        rotated_a, rotated_b = (a * cos - b * sin).to(narrow), (b * cos + a * sin).to(narrow)
         if SCALED:
-            largest = tl.maximum(largest, tl.maximum(_largest(turned_a), _largest(turned_b)))
+            largest = tl.maximum(largest, tl.maximum(_largest(rotated_a), _largest(rotated_b)))
     if 2 * PAIRS < HEAD_DIM:
         beyond = 2 * PAIRS + tl.arange(0, REST)[None, :]
         rest_inside = there & (beyond < HEAD_DIM)
@@ -149,8 +149,8 @@ def _put(
     if SCALED:
         tl.store(scale_at, largest * (1 / 127), mask=there)
     if PAIRS:
-        tl.store(place + left, _written(turned_a, steps, SCALED), mask=inside)
-        tl.store(place + right, _written(turned_b, steps, SCALED), mask=inside)
+        tl.store(place + left, _written(rotated_a, steps, SCALED), mask=inside)
+        tl.store(place + right, _written(rotated_b, steps, SCALED), mask=inside)
     if 2 * PAIRS < HEAD_DIM:
         tl.store(place + beyond, _written(rest, steps, SCALED), mask=rest_inside)
 

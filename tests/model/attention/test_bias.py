@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ropewalk.model.attention.bias import DenseBias
+from ropewalk.model.attention.base import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import TableBias

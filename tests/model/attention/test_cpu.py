@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ropewalk.cache.kv import LayerKV
-from ropewalk.model.attention.base import AttentionSpec, NoBackend, choose
-from ropewalk.model.attention.bias import DenseBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, NoBackend, choose
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias

@@ -8,7 +8,7 @@ import torch
 
 from ropewalk.cache.kv import LayerKV
 from ropewalk.cache.types import KeyFrame
-from ropewalk.model.attention.bias import TableBias
+from ropewalk.model.attention.base import TableBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.common.rope_scaling import scaling_from

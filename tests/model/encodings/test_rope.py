@@ -172,7 +172,7 @@ def test_layers_that_turn():
     rope = create(EncodingSpec("rope", ROPE | {"layers": [0, 2]}), CONFIG, 16, CPU)
     q, k = heads(8)
     positions = torch.arange(1, 1 + len(POSITIONS))
-    assert [rope.turns(layer) for layer in range(3)] == [True, False, True]
+    assert [rope.rotates(layer) for layer in range(3)] == [True, False, True]
     assert rope.for_layer(0) is rope.for_layer(2) is rope
     still = rope.for_layer(1)
     assert still.rotate(q, k, positions, OFFSETS) == (q, k)

@@ -10,7 +10,7 @@ from ropewalk.model.inspect.explain.codes import (
     query_positions,
     vector_codes,
 )
-from ropewalk.model.inspect.explain.rotating import turning
+from ropewalk.model.inspect.explain.rotating import find_pair_rotation
 from ropewalk.model.inspect.explain.subject import from_name, shape
 
 CONFIG = shape(heads=4, head_dim=32, context=2048)
@@ -26,7 +26,7 @@ def test_positions_asked_at_are_ordered_and_end_where_they_should() -> None:
 
 def test_angles_in_bf16_lose_neighbours_as_measured() -> None:
     subject = from_name("rope", CONFIG, {})
-    found = turning(subject.encoding, CONFIG, 2048)
+    found = find_pair_rotation(subject.encoding, CONFIG, 2048)
     at = [127, 1023, 1024, 4096, 32768, 100_000]
     codes = angle_codes(found, at)
     assert codes["fp32"] == [64] * 6

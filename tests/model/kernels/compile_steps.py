@@ -1,7 +1,7 @@
 """How many kernels a decoder's first steps compile for a GPU, and how many all later ones.
 
 Run by test_triton_attention.py, because one process cannot use both interpreter and compiler:
-python -m tests.model.kernels.compile_steps ENCODING [int8]
+python -m tests.model.kernels.compile_steps ENCODING [int8], of weights, keys and values.
 """
 
 import random
@@ -38,8 +38,9 @@ def step(lengths, draw):
 
 def main(encoding, stored=""):
     gpu, draw = NoGPU(90, 227 * 1024), random.Random(0)
-    decoder = on_triton(tiny(encoding, dtype=torch.bfloat16))
-    kv = new_cache(decoder, 400, BLOCK, torch.int8 if stored == "int8" else None)
+    in_8_bits = stored == "int8"
+    decoder = on_triton(tiny(encoding, dtype=torch.bfloat16), 8 if in_8_bits else 16)
+    kv = new_cache(decoder, 400, BLOCK, torch.int8 if in_8_bits else None)
     compute = torch.inference_mode()(decoder.executor.compute)
     # What a start computes: one token for each of few requests and of many, and a prompt.
     for lengths in ([(20, 1)], [(20, 1)] * 20, [(0, 20)]):

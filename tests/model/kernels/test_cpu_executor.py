@@ -393,7 +393,7 @@ def test_encodings_of_ones_own(encoding, by_tables, calls, dtype, kernels, monke
     """Also where it is their code that turns, between two calls of the kernels."""
     decoders = both(own(encoding, monkeypatch), kernels, dtype)
     made = stages(decoders[0])
-    assert kinds(decoders[0]).count(Kind.TURN) == sum(by_tables)
+    assert kinds(decoders[0]).count(Kind.ROTATE) == sum(by_tables)
     assert len([stage for stage in made if stage.op is None]) == calls
     lengths = ((170, 170), (20, 1), (40, 23)) if encoding != "Short" else LENGTHS
     if encoding == "Short":

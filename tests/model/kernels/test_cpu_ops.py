@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ropewalk.cache.kv import KVCache
-from ropewalk.cache.rounding import restored, rounded
+from ropewalk.cache.kv import KVCache, restored, rounded
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.encodings.rope import RoPE

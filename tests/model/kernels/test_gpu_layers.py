@@ -19,7 +19,7 @@ from tests.model.attention.triton_here import DEVICE
 from tests.model.checkpoints import save
 from tests.model.kernels.test_cpu_executor import in_any_order
 from tests.model.running import Running, full_of_nan, make_batch, new_cache
-from tests.model.tiny import CONFIG, ENCODINGS, in_torch, on_triton, program_of, tiny
+from tests.model.tiny import ENCODINGS, in_torch, on_triton, program_of, tiny
 from tests.products import combined
 
 pytestmark = pytest.mark.triton
@@ -41,9 +41,14 @@ def triton():
     pytest.importorskip("triton", reason="Triton is not installed")
 
 
+LAYERS = 2  # so that a layer follows another; the interpreter takes its time for each
+
+
 def decoders(encoding, shape, dtype=torch.float32):
     """The same decoder in torch and in Triton."""
-    program = program_of(tiny(encoding, dtype=dtype, device=DEVICE, **SHAPES[shape]))
+    changes = SHAPES[shape] | {"layers": LAYERS, "windows": (None,) * LAYERS}
+    changes["options"] = {"layers": [0]} if encoding == "rope-scaled" else {}
+    program = program_of(tiny(encoding, dtype=dtype, device=DEVICE, **changes))
     if shape == "in 8 bits":
         program = quantized(program)
     return [in_torch(program), Decoder(program, TritonExecutor(program))]
@@ -68,18 +73,23 @@ def steps():
     ]
 
 
+KINDS = ("rope", "rope-scaled", "rope-raw", "rope-block", "alibi", "t5", "learned", "nope")
+
+
+# An encoding is embedded, rotated or added in ops of its own, whatever the others are: each of them
+# with one of the shapes.
 @pytest.mark.parametrize(
     ("encoding", "shape"),
     combined(
-        ("rope", "rope-scaled", "rope-raw", "rope-block", "alibi", "t5", "learned", "nope"),
+        KINDS,
         SHAPES,
-        always=lambda encoding, shape: encoding == "rope" or shape == "gated",
+        always=lambda encoding, shape: KINDS.index(encoding) == list(SHAPES).index(shape),
     ),
 )
 def test_a_decoder_computes_what_its_modules_do(encoding, shape):
     plain, fast = decoders(encoding, shape)
     few, many = kinds(fast), kinds(fast, FEW_ROWS + 1)
-    assert few.count(Around) == 1 + 4 * CONFIG.layers and Linear not in few
+    assert few.count(Around) == 1 + 4 * LAYERS and Linear not in few
     assert Around not in many or SHAPES[shape].get("gated", True)
     assert AddNorm in many
     kept, used = (full_of_nan(new_cache(decoder, 8, 16)) for decoder in (plain, fast))
@@ -118,13 +128,13 @@ def test_float16_leaves_linear_layers_to_torch():
 
 def test_unused_rows_of_a_bucket_leave_the_others_alone():
     """They store what they compute in block 0."""
-    _, fast = decoders("rope", "gated")
+    plain, fast = decoders("rope", "gated")
     kept, used = (full_of_nan(new_cache(fast, 8, 16)) for _ in range(2))
     for part in (*kept.whole, *used.whole):
         part[:, 0] = 0
     sequence = Running(list(range(18)), [3, 7])
     for kv in (kept, used):
-        fast(make_batch([(sequence, 17)], 16), kv)
+        plain(make_batch([(sequence, 17)], 16), kv)
     sequence.computed = 17
     few = make_batch([(sequence, 1)], 16)
     bucket = Bucket(4, 64, used)
@@ -138,7 +148,7 @@ def test_unused_rows_of_a_bucket_leave_the_others_alone():
 def test_encoder_decoders(tmp_path):
     """Gated and not; many rows of a prompt and of an answer, and few of an answer."""
     for index, kind in enumerate((encoder_decoders.t5, encoder_decoders.t5_v11)):
-        model = encoder_decoders.random_model(kind())
+        model = encoder_decoders.random_model(kind(num_layers=1, num_decoder_layers=LAYERS))
         checkpoint = open_checkpoint(save(model, tmp_path / str(index)))
         logits = []
         plain = encoder_decoders.loaded(checkpoint, backend=ReferenceAttention, device=DEVICE)

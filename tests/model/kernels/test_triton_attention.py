@@ -13,6 +13,29 @@ from tests.products import combined
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
 
+@pytest.fixture(scope="module")
+def compile(tmp_path_factory):
+    """Gives the lines that a process of its own prints, as one cannot interpret kernels as well.
+
+    All of them share what they compile.
+    """
+    pytest.importorskip("triton", reason="Triton is not installed")
+    shared = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
+
+    def run(program, *told):
+        made = subprocess.run(
+            [sys.executable, "-W", "error", "-m", f"{__package__}.{program}", *map(str, told)],
+            env=os.environ | shared,
+            cwd=Path(__file__).parents[3],
+            capture_output=True,
+            text=True,
+        )
+        assert made.returncode == 0, made.stderr
+        return made.stdout.splitlines()
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "head_dim", "bias", "frame"),
     combined(
@@ -21,13 +44,11 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
         (64, 128, 256),
         range(5),
         ("absolute", "raw", "block"),
-        always=lambda *each: (
-            each in ((90, "bfloat16", 64, 2, "block"), (86, "bfloat16", 128, 2, "raw"))
-        ),
+        always=lambda *each: each == (86, "bfloat16", 128, 2, "block"),
     ),
 )
-def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, tmp_path):
-    compiled(tmp_path, capability, dtype, head_dim, bias, frame)
+def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, compile):
+    compiled(compile, capability, dtype, head_dim, bias, frame)
 
 
 @pytest.mark.parametrize(
@@ -36,16 +57,16 @@ def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, tmp
         SHARED,
         ("bfloat16", "float16", "float32"),
         (64, 128, 256),
-        always=lambda *each: each == (90, "bfloat16", 64),
+        always=lambda *each: False,  # what a start compiles in 8 bits, below, shows most of it
     ),
 )
-def test_they_compile_for_keys_and_values_in_8_bits(capability, dtype, head_dim, tmp_path):
-    compiled(tmp_path, capability, dtype, head_dim, 2, "absolute", "int8")
+def test_they_compile_for_keys_and_values_in_8_bits(capability, dtype, head_dim, compile):
+    compiled(compile, capability, dtype, head_dim, 2, "block", "int8")
 
 
-def compiled(tmp_path, capability, *told):
+def compiled(compile, capability, *told):
     """Compiles what it is told to; Triton refuses what needs more than a GPU's shared memory."""
-    lines = run_compiler(tmp_path, "compile_triton", capability, SHARED[capability], *told)
+    lines = compile("compile_triton", capability, SHARED[capability], *told)
     # Splits, their merge, chunks; keys stored in both layouts or not rotated; norms; activations;
     # linear layers.
     assert len(lines) == 3 + 3 + 2 + 4 + (0 if "float16" in told else 3)
@@ -54,26 +75,11 @@ def compiled(tmp_path, capability, *told):
 @pytest.mark.parametrize(
     "told",
     combined(
-        [("rope",), ("rope-raw",), ("alibi",), ("t5",), ("t5-materialised",), ("rope", "int8")],
-        always=lambda told: told in (("rope",), ("t5-materialised",)),
+        [("rope",), ("rope-raw",), ("alibi",), ("t5",), ("t5-materialised",), ("rope-raw", "int8")],
+        always=lambda told: told in (("t5-materialised",), ("rope-raw", "int8")),
     ),
 )
-def test_nothing_is_compiled_after_a_start(told, tmp_path):
+def test_nothing_is_compiled_after_a_start(told, compile):
     """Whatever a step's requests are, and wherever its integers lie."""
-    started, later = run_compiler(tmp_path, "compile_steps", *told)
+    started, later = compile("compile_steps", *told)
     assert started == later
-
-
-def run_compiler(tmp_path, program, *told):
-    """Lines that a process of its own prints, as one process cannot interpret kernels as well."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    made = subprocess.run(
-        [sys.executable, "-W", "error", "-m", f"tests.model.kernels.{program}", *map(str, told)],
-        env=environment,
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stderr
-    return made.stdout.splitlines()

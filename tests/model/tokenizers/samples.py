@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from ropewalk.model.tokenizers.bytes import BYTE_OF
+from ropewalk.model.tokenizers.base import BYTE_OF
 from ropewalk.model.tokenizers.hf import HfTokenizer
 
 SENTENCES = [

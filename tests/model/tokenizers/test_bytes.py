@@ -2,7 +2,7 @@
 
 from tokenizers import pre_tokenizers
 
-from ropewalk.model.tokenizers.bytes import BYTE_OF, TokenTable, byte_of_fallback, from_byte_level
+from ropewalk.model.tokenizers.base import BYTE_OF, TokenTable, byte_of_fallback, from_byte_level
 
 
 def test_the_alphabet_is_the_library_s():

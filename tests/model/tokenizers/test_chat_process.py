@@ -64,6 +64,13 @@ def ended(pid, seconds=5.0):
     return True
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Shorter limits, as what reaches them takes as long."""
+    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -78,7 +85,7 @@ def ended(pid, seconds=5.0):
         "{% macro f(n) %}{{ f(n + 1) if n < 60 }}{{ f(n + 1) if n < 60 }}{% endmacro %}{{ f(0) }}",
     ],
 )
-def test_what_takes_too_much_is_stopped(source):
+def test_what_takes_too_much_is_stopped(source, impatient):
     template = ChatTemplate(source, {})
     begun = time.monotonic()
     for _ in range(2):  # the second time, in a new process
@@ -99,7 +106,7 @@ def test_what_takes_too_much_is_stopped(source):
         ("{{ 7 ** 99999999 % 10 }}" * 2 + "{% if", "cannot be compiled"),
     ],
 )
-def test_compiling_is_limited_too(source, message):
+def test_compiling_is_limited_too(source, message, impatient):
     begun = time.monotonic()
     with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate(source, {})
@@ -117,7 +124,7 @@ def test_a_stuck_chat_delays_no_other():
     assert render(template) == "hi"
 
 
-def test_there_are_always_two(monkeypatch):
+def test_there_are_always_two(monkeypatch, impatient):
     started = []
 
     class Noted(Confined):

@@ -9,7 +9,7 @@ from tokenizers import pre_tokenizers
 
 from ropewalk.model.chat.template import chat_template_from_gguf
 from ropewalk.model.tokenizers.base import Detokenizer, decode
-from ropewalk.model.tokenizers.loading import tokenizer_from_gguf
+from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
 from tests.model.tokenizers.samples import SENTENCES, TRICKY, texts
 from tests.smollm2 import smollm2_path
 

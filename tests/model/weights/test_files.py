@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from ropewalk.model.weights.base import CheckpointError
-from ropewalk.model.weights.files import open_regular, read_json, read_range
+from ropewalk.model.weights.base import CheckpointError, open_regular, read_json, read_range
 
 
 @pytest.fixture

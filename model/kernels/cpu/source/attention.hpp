@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "attention_few.hpp"
-#include "attention_many.hpp"
+#include "attention/few.hpp"
+#include "attention/many.hpp"
 #include "team.hpp"
 
 namespace {

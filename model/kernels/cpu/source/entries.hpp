@@ -4,10 +4,10 @@
 // Every output row is summed in an order that depends neither on the rows of other requests nor on
 // the number of threads: a request's results do not change with its neighbours. Arithmetic is
 // float32, or float64 for float64; bfloat16 is a storage format here, widened on load and rounded
-// to nearest even on store. Only pairs.hpp multiplies bfloat16 directly, where products are exact
-// as well, by weights in coded.hpp's lossless format. 8- and 4-bit weights are multiplied by
-// integers.hpp, which rounds inputs to 8 bits; where a processor lacks that, 8-bit weights are
-// widened to float32.
+// to nearest even on store. Only linear/pairs.hpp multiplies bfloat16 directly, where products are
+// exact as well, by weights in linear/coded.hpp's lossless format. 8- and 4-bit weights are
+// multiplied by linear/integers.hpp, which rounds inputs to 8 bits; where a processor lacks that,
+// 8-bit weights are widened to float32.
 
 #pragma once
 

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "coded.hpp"
-#include "integers.hpp"
+#include "linear/coded.hpp"
+#include "linear/integers.hpp"
 
 namespace {
 

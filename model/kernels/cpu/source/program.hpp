@@ -107,7 +107,7 @@ inline void activate_row(const T *x, const T *up, T *y, int64_t width, int64_t a
 // ------------------------------------------------------------------------------------- programs
 
 enum Kind : int64_t {
-  kEmbed, kPlace, kNorm, kLinear, kClip, kTurn, kStore, kAttend, kGate, kActivate, kScale, kAdd,
+  kEmbed, kPlace, kNorm, kLinear, kClip, kRotate, kStore, kAttend, kGate, kActivate, kScale, kAdd,
   kKeep, kCopy,
 };
 
@@ -193,7 +193,7 @@ class Rows {
       case kNorm: return norm(team, op);
       case kLinear: return linear(team, op.linear, at(op.x), at(op.to), count_);
       case kClip: return clip(team, op);
-      case kTurn: return turn_heads(team, op);
+      case kRotate: return rotate_heads(team, op);
       case kStore: return store(team, op);
       case kGate: return gate(team, op);
       case kActivate: return activate(team, op);
@@ -278,7 +278,7 @@ class Rows {
   }
 
   // Heads of x and of y, by the same angle.
-  void turn_heads(Team &team, const OpArguments &op) const {
+  void rotate_heads(Team &team, const OpArguments &op) const {
     const int64_t *places = (op.by_offset ? step_.offsets : step_.positions) + first_;
     for (const Columns *of : {&op.x, &op.y}) {
       if (!of->count) continue;
@@ -287,7 +287,7 @@ class Rows {
       each(team, [=, &op](int64_t r) {
         const int64_t angle = places[r] * op.pairs;
         for (T *head = x + r * step; head < x + r * step + count; head += op.head_dim)
-          (op.interleaved ? turn<true, T, T, float> : turn<false, T, T, float>)(
+          (op.interleaved ? rotate_pairs<true, T, T, float> : rotate_pairs<false, T, T, float>)(
               head, head, op.cosines + angle, op.sines + angle, 1.0f, op.pairs);
       });
     }

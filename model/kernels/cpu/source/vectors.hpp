@@ -240,7 +240,7 @@ inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
   return sum;
 }
 
-// x in 8 bits: equal steps, the largest magnitude at ±127. cache/rounding.py defines it, and both
+// x in 8 bits: equal steps, the largest magnitude at ±127. cache/kv.py defines it, and both
 // give the same bits.
 template <class T>
 inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t count) {
@@ -266,7 +266,7 @@ inline void round_numbers(const T *x, int8_t *numbers, float *scale, int64_t cou
 // Rotates the pairs of the first 2 * half coordinates of one head; may be in place. way: 1, or -1
 // for the opposite angle.
 template <bool INTERLEAVED, class From, class To, class Real>
-inline void turn(const From *from, To *to, const Real *cosine, const Real *sine, Real way,
+inline void rotate_pairs(const From *from, To *to, const Real *cosine, const Real *sine, Real way,
                  int64_t half) {
   constexpr int64_t step = INTERLEAVED ? 2 : 1;
   const int64_t partner = INTERLEAVED ? 1 : half;

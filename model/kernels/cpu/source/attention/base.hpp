@@ -10,7 +10,7 @@
 #include <new>
 #include <type_traits>
 
-#include "vectors.hpp"
+#include "../vectors.hpp"
 
 namespace {
 
@@ -151,30 +151,30 @@ class Attending {
   }
   int64_t position(int64_t query) const { return a_.positions[batch_row(query)]; }
 
-  // The query times scale and magnitude, rotated by its position if `turned`.
+  // The query times scale and magnitude, rotated by its position if `rotated`.
   template <class T>
-  void load_query(int64_t head, int64_t query, Real scale, bool turned, Real *to) const {
+  void load_query(int64_t head, int64_t query, Real scale, bool rotated, Real *to) const {
     const T *from = static_cast<const T *>(a_.q) + place(head, query);
     for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * scale;
     if (a_.frame != kNothing)
       for (int64_t d = 0; d < 2 * a_.pairs; ++d) to[d] *= Real(a_.magnitude);
-    if (turned) turn_head(to, to, position(query));
+    if (rotated) rotate_head(to, to, position(query));
   }
 
   // Rotates by the angle of `positions` positions, which may be negative.
   template <class From>
-  void turn_head(const From *from, Real *to, int64_t positions) const {
+  void rotate_head(const From *from, Real *to, int64_t positions) const {
     const int64_t row = std::abs(positions) * a_.pairs;
     const Real *cosine = static_cast<const Real *>(a_.cosines) + row;
     const Real *sine = static_cast<const Real *>(a_.sines) + row;
     const Real way = positions < 0 ? -1 : 1;
-    (a_.interleaved ? turn<true, From, Real, Real>
-                    : turn<false, From, Real, Real>)(from, to, cosine, sine, way, a_.pairs);
+    (a_.interleaved ? rotate_pairs<true, From, Real, Real>
+                    : rotate_pairs<false, From, Real, Real>)(from, to, cosine, sine, way, a_.pairs);
     for (int64_t d = 2 * a_.pairs; d < a_.head_dim; ++d) to[d] = widen(from[d]);
   }
 
-  void turn_key(const Chunk &chunk, int64_t head, int64_t n, Real *to) const {
-    turn_head(key(chunk, head, n), to,
+  void rotate_key(const Chunk &chunk, int64_t head, int64_t n, Real *to) const {
+    rotate_head(key(chunk, head, n), to,
               a_.frame == kPosition ? chunk.positions[n] : chunk.bases[n]);
   }
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "linear.hpp"
+#include "../linear.hpp"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "pairs.hpp"
-#include "team.hpp"
+#include "../team.hpp"
 
 namespace {
 

@@ -110,7 +110,7 @@ inline int64_t pack(Team &team, const uint8_t *numbers, const uint16_t *scales,
 
 #if defined(__AVX512VNNI__)
 
-// Equal steps, with the largest magnitude at ±127, bit for bit like cache/rounding.py. What is not
+// Equal steps, with the largest magnitude at ±127, bit for bit like cache/kv.py. What is not
 // finite gets a scale that is not finite. x: kGroup elements.
 template <class T>
 void round_group(const T *x, Rounded &group) {

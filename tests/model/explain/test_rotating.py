@@ -11,8 +11,8 @@ from ropewalk.model.inspect.explain.rotating import (
     bound,
     envelope,
     equal_vectors,
+    find_pair_rotation,
     random_scores,
-    turning,
 )
 from ropewalk.model.inspect.explain.subject import from_name, shape
 
@@ -24,7 +24,7 @@ def rope(config=CONFIG, **options):
 
 
 def found(config=CONFIG, **options):
-    return turning(rope(config, **options), config, config.trained_context)
+    return find_pair_rotation(rope(config, **options), config, config.trained_context)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ class Mixing(PositionalEncoding):
 @pytest.mark.parametrize("kind", [Jumping, OneSided])
 def test_what_no_fixed_speed_explains_is_not_called_turning(kind) -> None:
     encoding = kind.create(find("rope").usual_options(CONFIG), CONFIG, 1200, torch.device("cpu"))
-    assert turning(encoding, CONFIG, 600) is None
+    assert find_pair_rotation(encoding, CONFIG, 600) is None
 
 
 def test_other_changes_are_not_called_turning() -> None:
-    assert turning(Mixing(), CONFIG, 600) is None
-    assert turning(PositionalEncoding(), CONFIG, 600) is None
+    assert find_pair_rotation(Mixing(), CONFIG, 600) is None
+    assert find_pair_rotation(PositionalEncoding(), CONFIG, 600) is None
 
 
 def turned(encoding, q, k, distances):

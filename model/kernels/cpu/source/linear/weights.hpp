@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "vectors.hpp"
+#include "../vectors.hpp"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <atomic>
 #include <vector>
 
-#include "attention_base.hpp"
+#include "base.hpp"
 
 namespace {
 
@@ -74,7 +74,7 @@ class FewQueries : Attending<Real, S, 32> {
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
     q_ = q_buffer_.grow(queries * dim);
     row_ = row_buffer_.grow(dim);
-    turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kKeys * kFew * dim);
+    rotated_ = a_.frame == kNothing ? nullptr : rotated_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
         this->template load_query<T>(h, r, Real(a_.scale), a_.frame == kPosition, row_);
@@ -213,7 +213,7 @@ class FewQueries : Attending<Real, S, 32> {
   __attribute__((noinline)) void attend_head(int64_t head, int64_t first) {
     alignas(64) Real scores[kFew * kKeys];
     Real factors[kFew];  // on the sums so far
-    turn(head);
+    rotate(head);
     if constexpr (kScaled) this->load_scales(*chunk_, head);
     const int64_t keys = chunk_->count;
     for (int64_t n = 0; n < keys; n += kLanes)
@@ -233,19 +233,19 @@ class FewQueries : Attending<Real, S, 32> {
   }
 
   // Rotates keys of the chunk, or queries once for each of its blocks, where these are fewer.
-  void turn(int64_t head) {
+  void rotate(int64_t head) {
     if (a_.frame == kPosition)
       for (int64_t n = 0; n < chunk_->count; ++n) {
         fetch_one(keys_ahead_);
-        this->turn_key(*chunk_, head, n, turned_ + n * a_.head_dim);
+        this->rotate_key(*chunk_, head, n, rotated_ + n * a_.head_dim);
       }
     if (a_.frame != kBase) return;
-    Real *to = turned_;  // [block of the chunk, kFew, head_dim]
+    Real *to = rotated_;  // [block of the chunk, kFew, head_dim]
     for (int64_t n = 0; n < chunk_->count; ++n) {
       if (n == 0 || chunk_->bases[n] != chunk_->bases[n - 1]) {
         if (n) to += kFew * a_.head_dim;
         for (int64_t r = 0; r < piece_.count; ++r) {
-          this->turn_head(query(head, r), row_, this->position(r) - chunk_->bases[n]);
+          this->rotate_head(query(head, r), row_, this->position(r) - chunk_->bases[n]);
           lay_out(row_, to + r * a_.head_dim);
         }
       }
@@ -262,7 +262,7 @@ class FewQueries : Attending<Real, S, 32> {
     };
     const auto all_alike = [q = query(head, 0)](int64_t) { return q; };
     if (a_.frame == kPosition)
-      multiply<kFew>([&](int64_t i) { return turned_ + (n + i) * dim(); }, all_alike, count,
+      multiply<kFew>([&](int64_t i) { return rotated_ + (n + i) * dim(); }, all_alike, count,
                      scores);
     else if (a_.frame == kBase)
       multiply<kFew>(as_stored, [&](int64_t i) { return facing_[n + i]; }, count, scores);
@@ -351,9 +351,9 @@ class FewQueries : Attending<Real, S, 32> {
     return base == largest ? Real(1) : exponential(base - largest);
   }
 
-  Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, turned_buffer_;
+  Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, rotated_buffer_;
   Buffer<State> state_buffer_;
-  Real *q_, *row_, *turned_;  // q_ [head, query, head_dim]
+  Real *q_, *row_, *rotated_;  // q_ [head, query, head_dim]
   Sums halves_[2], sums_;     // sums_: those of the chunk's half
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;

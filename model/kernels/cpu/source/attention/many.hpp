@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "attention_base.hpp"
-#include "attention_panels.hpp"
+#include "base.hpp"
+#include "panels.hpp"
 
 namespace {
 
@@ -67,7 +67,7 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
     std::fill(values_, values_ + kKeys * panels_ * kPanel, typename Values::Number{});
     tile_ = tile_buffer_.grow(kRows * a_.head_dim);
-    turned_ = a_.frame == kNothing ? nullptr : turned_buffer_.grow(kLanes * a_.head_dim);
+    rotated_ = a_.frame == kNothing ? nullptr : rotated_buffer_.grow(kLanes * a_.head_dim);
   }
 
   // q_ [tile, steps_, queries of the tile].
@@ -91,9 +91,9 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
       if constexpr (std::is_same_v<KeyNumber, Real>)
         if (a_.frame != kNothing) {
           for (int64_t i = 0; i < count; ++i)
-            this->turn_key(chunk_, 0, n + i, turned_ + i * a_.head_dim);
-          const auto turned = [&](int64_t i) { return turned_ + i * a_.head_dim; };
-          Keys::fill_columns(turned, count, a_.head_dim, to);
+            this->rotate_key(chunk_, 0, n + i, rotated_ + i * a_.head_dim);
+          const auto rotated = [&](int64_t i) { return rotated_ + i * a_.head_dim; };
+          Keys::fill_columns(rotated, count, a_.head_dim, to);
           continue;
         }
       Keys::fill_columns(stored, count, a_.head_dim, to);
@@ -166,11 +166,11 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
   Buffer<typename Keys::Factor> q_buffer_;
   Buffer<KeyNumber> keys_buffer_;
   Buffer<typename Values::Number> values_buffer_;
-  Buffer<Real> sums_buffer_, tile_buffer_, turned_buffer_;
+  Buffer<Real> sums_buffer_, tile_buffer_, rotated_buffer_;
   typename Keys::Factor *q_ = nullptr;
   KeyNumber *keys_;
   typename Values::Number *values_;
-  Real *sums_, *tile_, *turned_;
+  Real *sums_, *tile_, *rotated_;
   typename Base::State states_[kQueries];
   Chunk chunk_;
 };
