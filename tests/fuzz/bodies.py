@@ -70,7 +70,29 @@ def _message(draw: Random) -> dict[str, Any]:
     content: Any = _text(draw)
     if draw.random() < 0.2:
         content = [{"type": "text", "text": _text(draw)} for _ in range(draw.randint(1, 3))]
-    return {"role": draw.choice(("system", "developer", "user", "assistant")), "content": content}
+    message = {
+        "role": draw.choice(("system", "developer", "user", "assistant", "tool")),
+        "content": content,
+    }
+    if message["role"] == "tool":
+        message["tool_call_id"] = "a"
+    elif message["role"] == "assistant" and draw.random() < 0.3:
+        function = {"name": "f", "arguments": draw.choice(("", "{}", _text(draw)))}
+        message["tool_calls"] = [{"id": "a", "type": "function", "function": function}]
+    return message
+
+
+def _tool(draw: Random) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"a": {"type": draw.choice(("string", "integer"))}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": draw.choice(("f", "g", "get-it")),
+            "parameters": schema,
+            "description": _text(draw),
+            "strict": draw.choice((True, False)),
+        },
+    }
 
 
 MODEL: Draw = _of("ropewalk-rope", "ropewalk-t5", "ropewalk-alibi")
@@ -147,6 +169,12 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             "logprobs": _of(True, False),
             "top_logprobs": _of(0, 1, 20),
             "add_generation_prompt": _of(True, False),
+            "tools": _several(_tool, 3),
+            "tool_choice": _of(
+                "auto", "none", "required", {"type": "function", "function": {"name": "f"}}
+            ),
+            "parallel_tool_calls": _of(True, False),
+            "reasoning_effort": _of("low"),
         },
     ),
     "/v1/responses": (
