@@ -23,6 +23,7 @@ ServeError               answers a request: status, type, code, and a reason for
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -33,6 +34,15 @@ MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
 RESTART_SECONDS = 5
 
 Headers = list[tuple[bytes, bytes]]
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class CommandError(Exception):
@@ -48,7 +58,7 @@ class UsageError(CommandError):
 
 
 class ServeError(Exception):
-    """An answer other than 200, in OpenAI's form: `param` is the field at fault.
+    """An answer other than 200; `param` is the field at fault.
 
     `quotes`: the message may contain a client's text, which must not get into the log.
     """
@@ -68,12 +78,17 @@ class ServeError(Exception):
         self.param = param
         self.quotes = quotes
 
-    def body(self) -> bytes:
+    def body(self, path: str = "") -> bytes:
+        """In the form of the API at that path: Anthropic's below /v1/messages, else OpenAI's."""
         message = self.message
         if len(message) > MAX_MESSAGE:
             message = message[: MAX_MESSAGE - 1] + "…"
-        said = {"message": message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": said}).encode()
+        if re.match(r"/v1/messages([/?]|\Z)", path):
+            other = "invalid_request_error" if self.status < 500 else "api_error"
+            said = {"type": _MESSAGES_TYPES.get(self.status, other), "message": message}
+            return json.dumps({"type": "error", "error": said}).encode()
+        fields = {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": fields}).encode()
 
     def headers(self, length: int) -> Headers:
         """Of an answer whose body has `length` bytes."""

@@ -22,6 +22,7 @@ from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
 from ropewalk.server.app.tokens import token_routes
+from ropewalk.server.app.translated import translated_routes
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
@@ -99,7 +100,8 @@ def create_app(
         return keys.client(scope) if options.api_keys else ""
 
     serving = Serving(models, engine, metrics, drain, options)
-    routers = [openai_routes(serving), embedding_routes(serving), token_routes(serving)]
+    routers = [openai_routes(serving), translated_routes(serving)]
+    routers += [embedding_routes(serving), token_routes(serving)]
     if place is not None:
         routers.append(encoding_routes(models, place))
     if planners is not None:

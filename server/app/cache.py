@@ -44,7 +44,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
         ]
         return JSONResponse({"object": "list", "data": data})
 
-    @router.post("/v1/cache/plan", **accepts(CachePlanBody))
+    @router.post("/v1/cache/plan", **accepts("CachePlanBody"))
     async def plan(request: Request) -> Response:
         """What an operation would cost, encoding by encoding, without touching any cache."""
         body = await body_of(request, CachePlanBody)

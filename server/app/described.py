@@ -21,15 +21,27 @@ from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
-from ropewalk.server.openai.schemas import AnyBody
+from ropewalk.server.openai.schemas import BODIES
 
-_BODIES: tuple[type[BaseModel], ...] = AnyBody.__constraints__
 _AT = "#/components/schemas/"
 _NULL = {"type": "null"}
 # Statuses of the errors that a request can meet anywhere, with a body, and on its way to an answer.
 _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
 _WITH_BODY = (413, 415)
 _OF_ENGINE = (429, 504)
+_TEXT = {"type": "string"}
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": _TEXT, "message": _TEXT},
+        },
+    },
+}
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
 body{{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}}
 table{{border-collapse:collapse;width:100%}}td,th{{border-top:1px solid #ccc;padding:.2rem .6rem
@@ -38,9 +50,9 @@ table{{border-collapse:collapse;width:100%}}td,th{{border-top:1px solid #ccc;pad
 {routes}</html>"""
 
 
-def accepts(body: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
-    """What a route that reads `body` by itself tells `router.post` of it."""
-    schema = {"$ref": f"{_AT}{body.__name__}"}
+def accepts(body: str, *, streams: bool = False) -> dict[str, Any]:
+    """What a route that reads a body, of the class of that name, tells `router.post` of it."""
+    schema = {"$ref": f"{_AT}{body}"}
     content = {"application/json": {"schema": schema}}
     events: dict[str, Any] = {"text/event-stream": {}} if streams else {}
     return {
@@ -76,6 +88,10 @@ def described_routes(names: Sequence[str], *, with_key: bool) -> APIRouter:
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
+    from ropewalk.server.translators.messages_body import CountBody, MessagesBody
+    from ropewalk.server.translators.responses_body import ResponsesBody
+
+    bodies: tuple[type[BaseModel], ...] = (*BODIES, ResponsesBody, MessagesBody, CountBody)
     about = get_openapi(
         title=app.title,
         version=app.version,
@@ -83,14 +99,15 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
         routes=app.routes,
     )
     _, defined = models_json_schema(
-        [(body, "validation") for body in _BODIES], ref_template=f"{_AT}{{model}}"
+        [(body, "validation") for body in bodies], ref_template=f"{_AT}{{model}}"
     )
     schemas: dict[str, Any] = {name: _nullable(each) for name, each in defined["$defs"].items()}
-    for body in _BODIES:
+    for body in bodies:
         fields = schemas[body.__name__]["properties"]
         fields |= {"model": {"enum": [*names, None]}, **_also_accepted(body)}
     codes = error_codes()
     schemas["Error"] = _error(sorted({code for each in codes.values() for code in each}))
+    schemas["MessagesError"] = _MESSAGES_ERROR
     about["components"] = {"schemas": schemas}
     if with_key:
         about["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -102,7 +119,7 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
             statuses = [*_ANYWHERE, *(_WITH_BODY if method == "post" else ())]
             statuses += [*(_OF_ENGINE if path in ANSWERED else ()), *([401] if needs_key else ())]
             operation["responses"] = {"200": operation["responses"]["200"]} | {
-                str(status): _refused(codes[status]) for status in sorted(statuses)
+                str(status): _refused(codes[status], path) for status in sorted(statuses)
             }
     return about
 
@@ -147,8 +164,9 @@ def _error(codes: list[str]) -> dict[str, Any]:
     return {"type": "object", "required": ["error"], "properties": {"error": whole}}
 
 
-def _refused(codes: list[str]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"{_AT}Error"}}}
+def _refused(codes: list[str], path: str) -> dict[str, Any]:
+    name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+    content = {"application/json": {"schema": {"$ref": f"{_AT}{name}"}}}
     return {"description": ", ".join(codes), "content": content}
 
 

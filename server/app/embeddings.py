@@ -42,7 +42,7 @@ MANY = 2048  # numbers, which take a millisecond or two to write
 def embedding_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/embeddings", **accepts(EmbeddingBody))
+    @router.post("/v1/embeddings", **accepts("EmbeddingBody"))
     async def embeddings(request: Request) -> Response:
         """One vector for each input: of the last token or the mean of all, normalised."""
         body = await body_of(request, EmbeddingBody)

@@ -25,11 +25,11 @@ from ropewalk.server.errors import (
     ShuttingDown,
 )
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.streaming import DONE, Drain, End, Ended, EventStream, Lifeline
-from ropewalk.server.long_work import json_bytes, off_loop
+from ropewalk.server.http.streaming import Drain, End, Ended, EventStream, Lifeline
+from ropewalk.server.long_work import off_loop
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
-from ropewalk.server.openai.responses import Wire
+from ropewalk.server.openai.responses import PING, Wire
 from ropewalk.server.openai.schemas import StreamOptions
 from ropewalk.server.scheduling.queue import Visit
 from ropewalk.server.scheduling.request import FinishReason, Request
@@ -55,6 +55,8 @@ class Answer:
 class EngineResponse(Response):
     """What the engine computes, sent. Raises errors before the first byte, to become a status."""
 
+    _ping = PING  # keeps an idle stream open
+
     def __init__(
         self,
         model: str,
@@ -78,9 +80,9 @@ class EngineResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         options, model, state = self._options, self._model, state_of(scope)
         state["requests"], state["n"] = self._requests, self._n
-        stalled_s = options.stalled_write_s
+        ping_s, stalled_s = options.ping_s, options.stalled_write_s
         lifeline = Lifeline(receive, options.request_timeout_s, self._drain)
-        out = EventStream(send, lifeline, ping_s=options.ping_s, stalled_s=stalled_s)
+        out = EventStream(send, lifeline, ping=self._ping, ping_s=ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
                 await self._run(out, lifeline, send, state.get("visit"))
@@ -108,7 +110,7 @@ class EngineResponse(Response):
         self._metrics.stream_error(model)
         try:
             async with asyncio.timeout(stalled_s):
-                await out.finish(b"data: " + error.body() + b"\n\n")
+                await out.finish(self._failure(error).encode())
         except TimeoutError:
             _abort_connection(scope)
 
@@ -116,6 +118,10 @@ class EngineResponse(Response):
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
     ) -> None:
         """Compute, and send: events to `out`, or one body to `send`."""
+        raise NotImplementedError
+
+    def _failure(self, error: ServeError) -> str:
+        """Events that end a stream in place of what it lacks."""
         raise NotImplementedError
 
     async def _send_whole(self, body: bytes, lifeline: Lifeline, send: Send) -> None:
@@ -142,6 +148,10 @@ class Generation(EngineResponse):
         requests = [choice.request for choice in answer.choices]
         super().__init__(answer.model, requests, engine, metrics, drain, options, answer.n)
         self._answer = answer
+        self._ping = answer.wire.ping
+
+    def _failure(self, error: ServeError) -> str:
+        return self._answer.wire.failure(error)
 
     async def _run(
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
@@ -184,9 +194,8 @@ class Generation(EngineResponse):
             await out.write("".join(events).encode())
         else:
             raise no_end()
-        if options.include_usage:
-            events.append(wire.usage_chunk(total_usage(choices, answer.n)))
-        events.append(DONE)
+        used = total_usage(choices, answer.n) if options.include_usage else None
+        events.append(wire.ending(used))
         await out.finish("".join(events).encode())
 
     async def _whole(
@@ -206,7 +215,7 @@ class Generation(EngineResponse):
         usage = total_usage(choices, answer.n)
 
         def written() -> bytes:
-            return json_bytes(answer.wire.whole(done, usage))
+            return answer.wire.whole(done, usage)
 
         size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
         await self._send_whole(await off_loop(written, size, MANY), lifeline, send)

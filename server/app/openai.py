@@ -78,7 +78,7 @@ class Serving:
 def openai_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions", **accepts(CompletionBody, streams=True))
+    @router.post("/v1/completions", **accepts("CompletionBody", streams=True))
     async def completions(request: Request) -> Response:
         """Continues prompts, which are texts or token ids."""
         body = await body_of(request, CompletionBody)
@@ -87,7 +87,7 @@ def openai_routes(serving: Serving) -> APIRouter:
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, prompts, wire)
 
-    @router.post("/v1/chat/completions", **accepts(ChatBody, streams=True))
+    @router.post("/v1/chat/completions", **accepts("ChatBody", streams=True))
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, in the model's own template."""
         body = await body_of(request, ChatBody)

@@ -17,7 +17,7 @@ from ropewalk.server.openai.served_models import Served
 def token_routes(serving: Serving) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize", **accepts(TokenizeBody))
+    @router.post("/tokenize", **accepts("TokenizeBody"))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a chat in the model's template."""
         body = await body_of(request, TokenizeBody)
@@ -42,7 +42,7 @@ def token_routes(serving: Serving) -> APIRouter:
 
         return _json(await off_loop(answer, len(tokens), LONG_LIST))
 
-    @router.post("/detokenize", **accepts(DetokenizeBody))
+    @router.post("/detokenize", **accepts("DetokenizeBody"))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await body_of(request, DetokenizeBody)

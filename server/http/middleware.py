@@ -38,8 +38,10 @@ from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-# By the engine.
-ANSWERED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/embeddings"})
+ANSWERED = frozenset(  # by the engine
+    f"/v1/{name}"
+    for name in ("completions", "chat/completions", "embeddings", "responses", "messages")
+)
 _PROBES = OPEN_PATHS | {"/metrics"}  # asked for every few seconds; also answered while draining
 
 # What clients get wrong is the part before: a base URL without /v1, or with it twice.
@@ -86,10 +88,10 @@ class Paths:
 
 
 class Refusal(Response):
-    """The answer that an error makes."""
+    """The answer that an error makes, in the form of the API that was asked."""
 
-    def __init__(self, error: ServeError) -> None:
-        super().__init__(error.body(), error.status)
+    def __init__(self, error: ServeError, path: str) -> None:
+        super().__init__(error.body(path), error.status)
         self.raw_headers = error.headers(len(self.body))
         self._error = error
 
@@ -224,7 +226,8 @@ class Origins(CORSMiddleware):
                     f"a page of {quoted(request_headers['origin'])} may not send this request "
                     f"({bytes(response.body).decode()}); --allowed-origin names origins that may "
                     "send GET and POST"
-                )
+                ),
+                path="",
             )
         return response
 
@@ -246,7 +249,8 @@ class Guard:
             # Without this the client would get plain text or a cut connection.
             if "status" in state_of(scope):
                 raise
-            await Refusal(_refusal(error, state_of(scope)["id"]))(scope, receive, send)
+            refusal = Refusal(_refusal(error, state_of(scope)["id"]), scope["path"])
+            await refusal(scope, receive, send)
 
 
 def _refusal(error: BaseException, request_id: str) -> ServeError:
@@ -324,13 +328,17 @@ class Keys:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def client(self, scope: Scope) -> str:
-        """Whose key a request brings. Raises Unauthorized."""
-        scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
+        """Whose key a request brings. Raises Unauthorized.
+
+        Anthropic's clients send a key as x-api-key, some of them beside another as a bearer's.
+        """
+        scheme, _, bearer = (header(scope, b"authorization") or b"").partition(b" ")
+        sent = (bearer if scheme.lower() == b"bearer" else b"", header(scope, b"x-api-key"))
+        given = [hashlib.sha256(key).digest() for key in sent if key]
+        if not given:
             raise Unauthorized("the API key is missing; send the header Authorization: Bearer KEY")
-        given = hashlib.sha256(key).digest()
         # Compares every key, so that the time does not reveal which one matches.
-        matches = [digest for digest in self._digests if hmac.compare_digest(digest, given)]
+        matches = [own for own in self._digests for key in given if hmac.compare_digest(own, key)]
         if not matches:
             raise Unauthorized("this API key is not valid; check the Authorization header")
         return matches[0].hex()

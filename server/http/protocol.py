@@ -340,7 +340,7 @@ class Protocol(H11Protocol):
         self._refused = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             assert isinstance(self.conn, StrictConnection)
-            body = error.body()
+            body = error.body(self.conn.asked[1])
             request_id = self._note(error)
             response = h11.Response(
                 status_code=error.status,

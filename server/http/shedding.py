@@ -21,7 +21,7 @@ from ropewalk.server.scheduling.queue import Door
 
 _MAX_HEAD = 4 << 10
 _HEAD = re.compile(
-    rb"POST (/v1/(?:chat/)?completions) HTTP/1\.1\r\n"
+    rb"POST (/v1/(?:completions|chat/completions|responses|messages)) HTTP/1\.1\r\n"
     rb"((?:[a-z0-9-]+:[ \t]*[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?\r\n)+)\r\n",
     re.IGNORECASE,
 )
@@ -60,7 +60,7 @@ class Shedder:
         error = self._door.refusal(client)
         if error is None:
             return None
-        body = error.body()
+        body = error.body(path)
         request_id = choose_id(headers.get(b"x-request-id"))
         seconds = time.perf_counter() - began
         status = error.status

@@ -19,8 +19,6 @@ STREAM_HEADERS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold tokens back
 ]
-PING = b": ping\n\n"
-DONE = "data: [DONE]\n\n"
 
 
 class End(Enum):
@@ -122,15 +120,18 @@ class Drain:
 
 
 class EventStream:
-    """One response. Sends headers with the first event, and after it pings when idle.
+    """One response. Sends headers with the first event, and after it `ping` when idle.
 
     A write that is blocked for `stalled_s` ends the lifeline as STALLED.
     """
 
-    def __init__(self, send: Send, lifeline: Lifeline, *, ping_s: float, stalled_s: float) -> None:
+    def __init__(
+        self, send: Send, lifeline: Lifeline, *, ping: bytes, ping_s: float, stalled_s: float
+    ) -> None:
         self.started = False
         self._send = send
         self._lifeline = lifeline
+        self._ping_event = ping
         self._ping_s = ping_s
         self._stalled_s = stalled_s
         self._loop = asyncio.get_running_loop()
@@ -176,7 +177,7 @@ class EventStream:
         self._last = self._loop.time()
 
     async def _put_ping(self) -> None:
-        await self._put(PING, more=True)
+        await self._put(self._ping_event, more=True)
         self._ping = None
 
     def _tick(self) -> None:

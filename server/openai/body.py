@@ -321,7 +321,7 @@ def _path(location: tuple[int | str, ...]) -> str:
     for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step == "[key]" or (index and location[index - 1] in _UNIONS):
+        elif step == "[key]" or step.startswith("<") or (index and location[index - 1] in _UNIONS):
             continue  # the tag of the union, not something the client wrote
         else:
             safe = step if re.fullmatch(r"[A-Za-z0-9_]{1,64}", step) else "?"

@@ -8,22 +8,34 @@ from dataclasses import dataclass
 from json import dumps
 from typing import Any, Protocol
 
-from ropewalk.server.long_work import json_text
+from ropewalk.server.errors import ServeError
+from ropewalk.server.long_work import json_bytes, json_text
 from ropewalk.server.openai.choice import Choice, Piece, Scored, Usage, special, spelled
 from ropewalk.server.tools.parser import Delta
 
 # Stands for minus infinity, which JSON lacks; float32 softmax gives no finite value this low.
 LOWEST_LOGPROB = -9999.0
+DONE = "data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment, which clients skip
 
 
 class Wire(Protocol):
+    ping: bytes  # keeps an idle stream open
+
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
         """Events before the first token of an answer."""
         ...
 
     def chunk(self, choice: Choice, piece: Piece, usage: str) -> str: ...
-    def usage_chunk(self, usage: Usage) -> str: ...
-    def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]: ...
+    def ending(self, usage: Usage | None) -> str:
+        """Events after the last token. `usage` None: the client did not ask for it."""
+        ...
+
+    def failure(self, error: ServeError) -> str:
+        """Events that end a stream in place of what it lacks."""
+        ...
+
+    def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,8 @@ NO_IDS = TokenIds()
 class _Frame:
     """What every chunk of an answer repeats."""
 
+    ping = PING
+
     def __init__(self, id_: str, kind: str, model: str, created: int, ids: TokenIds) -> None:
         self.ids = ids
         self.common = {"id": id_, "created": created, "model": model}
@@ -50,8 +64,11 @@ class _Frame:
         self.choice_head = head + '{"index":'
         self.usage_head = head + '],"usage":'
 
-    def usage_chunk(self, usage: Usage) -> str:
-        return f"{self.usage_head}{dumps(usage.plain())}}}\n\n"
+    def ending(self, usage: Usage | None) -> str:
+        return DONE if usage is None else f"{self.usage_head}{dumps(usage.plain())}}}\n\n{DONE}"
+
+    def failure(self, error: ServeError) -> str:
+        return f"data: {error.body().decode()}\n\n"
 
 
 class CompletionWire(_Frame):
@@ -72,7 +89,7 @@ class CompletionWire(_Frame):
             f"{_ending(piece)}{ids}}}]{usage}}}\n\n"
         )
 
-    def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+    def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
         choices = [
             {
                 "index": choice.index,
@@ -84,12 +101,14 @@ class CompletionWire(_Frame):
             }
             for choice, piece in done
         ]
-        return {
-            **self.common,
-            "object": "text_completion",
-            "choices": choices,
-            "usage": usage.plain(),
-        }
+        return json_bytes(
+            {
+                **self.common,
+                "object": "text_completion",
+                "choices": choices,
+                "usage": usage.plain(),
+            }
+        )
 
     def _ids_of(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         if not self.ids.beside_text:
@@ -130,7 +149,7 @@ class ChatWire(_Frame):
             f'{head}{dumps(last)},"logprobs":{scores},{_ending(piece)}{ids}}}]{usage}}}\n\n'
         )
 
-    def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> dict[str, Any]:
+    def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
         choices = [
             {
                 "index": choice.index,
@@ -143,13 +162,15 @@ class ChatWire(_Frame):
             for choice, piece in done
         ]
         prompt = {"prompt_token_ids": done[0][0].prompt} if self.ids.beside_text else {}
-        return {
-            **self.common,
-            "object": "chat.completion",
-            "choices": choices,
-            "usage": usage.plain(),
-            **prompt,
-        }
+        return json_bytes(
+            {
+                **self.common,
+                "object": "chat.completion",
+                "choices": choices,
+                "usage": usage.plain(),
+                **prompt,
+            }
+        )
 
     def _scores(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         return _chat_scores(choice, piece.scored, as_ids=self.ids.for_scored)

@@ -500,8 +500,7 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
-AnyBody = TypeVar(
-    "AnyBody",
+BODIES: tuple[type[BaseModel], ...] = (
     CompletionBody,
     ChatBody,
     EmbeddingBody,
@@ -509,3 +508,4 @@ AnyBody = TypeVar(
     DetokenizeBody,
     CachePlanBody,
 )
+AnyBody = TypeVar("AnyBody", bound=BaseModel)

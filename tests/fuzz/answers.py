@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from tests.fuzz.streams import Ending, Exchange, Stream
 
+MESSAGES = b"/v1/messages"
+# What a stream may end with.
+_TRANSLATED = {
+    MESSAGES: ("message_stop", "error"),
+    b"/v1/responses": ("response.completed", "response.incomplete", "response.failed"),
+}
 _STATUS = re.compile(rb"HTTP/1\.1 ([1-5][0-9][0-9]) [A-Za-z -]+\r\n")
 
 
@@ -76,29 +82,32 @@ def fault(stream: Stream, got: Exchange) -> str | None:
         return f"malformed answer: {error}" if got.whole else None
     if not answers and got.whole and stream.ending is Ending.WAIT and stream.data:
         return "closed without an answer"
-    return next((wrong for answer in answers if (wrong := _wrong(answer))), None)
+    path = next((each for each in _TRANSLATED if b" " + each in stream.data), b"")
+    return next((wrong for answer in answers if (wrong := _wrong(answer, path))), None)
 
 
-def _wrong(answer: Answer) -> str | None:
+def _wrong(answer: Answer, path: bytes) -> str | None:
+    """`path`: one of _TRANSLATED that was asked; empty for OpenAI's other routes."""
     if answer.status >= 500:
         return f"{answer.status}: {answer.body[:200]!r}"
     if "x-request-id" not in answer.headers:
         return f"{answer.status} without an id"
     if answer.headers.get("content-type", "").startswith("text/event-stream"):
-        return _wrong_events(answer.body)
+        return _wrong_named(answer.body, path) if path else _wrong_events(answer.body)
     if not answer.body or answer.status < 400:
         return None
     try:
-        return _wrong_error(json.loads(answer.body))
+        return _wrong_error(json.loads(answer.body), path)
     except ValueError:
         return f"{answer.status} that is not JSON: {answer.body[:100]!r}"
 
 
-def _wrong_error(body: object) -> str | None:
+def _wrong_error(body: object, path: bytes = b"") -> str | None:
     error = body.get("error") if isinstance(body, dict) else None
-    if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
+    own = {"message", "type"} if path == MESSAGES else {"message", "type", "param", "code"}
+    if not isinstance(error, dict) or set(error) != own:
         return f"a refusal without its cause: {body!r}"
-    message, code = error["message"], error["code"]
+    message, code = error["message"], error.get("code", error["type"])
     if not isinstance(message, str) or not 10 < len(message) <= 500 or not isinstance(code, str):
         return f"a refusal without its cause: {error!r}"
     return None
@@ -112,3 +121,15 @@ def _wrong_events(body: bytes) -> str | None:
         return None
     last = json.loads(events[-1].removeprefix(b"data: "))
     return _wrong_error(last) if "error" in last else "a stream without an end"
+
+
+def _wrong_named(body: bytes, path: bytes) -> str | None:
+    """Of a stream whose events have names, which their data repeat."""
+    kinds = []
+    for each in body.split(b"\n\n"):
+        if each and not each.startswith(b":"):
+            name, _, data = each.partition(b"\ndata: ")
+            kinds.append(json.loads(data or b"{}").get("type"))
+            if name != f"event: {kinds[-1]}".encode():
+                return f"an event without its name: {each[:200]!r}"
+    return None if kinds and kinds[-1] in _TRANSLATED[path] else "a stream without an end"

@@ -1,6 +1,6 @@
 """Draws JSON bodies for every POST route: mostly right ones, each spoilt in a few places."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from random import Random
 from typing import Any
@@ -120,6 +120,29 @@ GENERATION: Mapping[str, Draw] = {
     "tools": _of([]),
     "response_format": _of({"type": "text"}),
 }
+TRANSLATED = {name: GENERATION[name] for name in ("temperature", "top_k", "seed", "stream", "stop")}
+ITEMS: Sequence[Any] = (
+    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "2"},
+)
+TURNS: Sequence[Any] = (
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "text", "text": "a"},
+            {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": "2"},
+            {"type": "text", "text": "a"},
+        ],
+    },
+)
 # By path: the fields that are always there, and those that may be.
 ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
     "/v1/completions": (
@@ -154,6 +177,26 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             "reasoning_effort": _of("low"),
         },
     ),
+    "/v1/responses": (
+        {
+            "model": MODEL,
+            "input": _any(_text, _several(_any(_message, *map(_of, ITEMS)), 5)),
+            "max_output_tokens": _of(1, 1, 2, 3, 4),
+        },
+        {**TRANSLATED, "instructions": _text, "reasoning": _of({"effort": "low"})},
+    ),
+    "/v1/messages": (
+        {
+            "model": MODEL,
+            "messages": _several(_any(_message, *map(_of, TURNS)), 4),
+            "max_tokens": _of(1, 1, 2, 3, 4),
+        },
+        {**TRANSLATED, "system": _text, "stop_sequences": _several(_text, 4)},
+    ),
+    "/v1/messages/count_tokens": (
+        {"model": MODEL, "messages": _several(_any(_message, *map(_of, TURNS)), 4)},
+        {"system": _text},
+    ),
     "/tokenize": (
         {"model": MODEL, "prompt": _text},
         {
@@ -178,7 +221,7 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
     ),
     "/v1/cache/flush": ({}, {"model": MODEL}),
 }
-_WEIGHTS = (8, 6, 3, 3, 3, 0.2)
+_WEIGHTS = (8, 6, 4, 4, 1, 3, 3, 3, 0.2)
 
 
 def draw_stream(draw: Random) -> Stream:

@@ -113,6 +113,36 @@ def test_right_answers_are_no_findings(raw):
     assert fault(SENT, got(raw)) is None
 
 
+RESPONSES, MESSAGES = (
+    Stream(((0.0, b"POST %s HTTP/1.1\r\n" % path),), Ending.WAIT)
+    for path in (b"/v1/responses", b"/v1/messages")
+)
+ENDED = b'event: message_stop\ndata: {"type": "message_stop"}'
+PING = b'event: ping\ndata: {"type": "ping"}'
+FAILED = b'{"type": "error", "error": {"type": "t", "message": "a is wrong; send b"}}'
+
+
+@pytest.mark.parametrize(
+    ("sent", "raw", "what"),
+    [
+        (MESSAGES, answer(400, FAILED), None),
+        (MESSAGES, events(PING, ENDED), None),
+        (MESSAGES, events(PING, b"event: error\ndata: " + FAILED), None),
+        (MESSAGES, answer(400, REFUSAL), "without its cause"),
+        (MESSAGES, events(PING), "without an end"),
+        (MESSAGES, events(PING, ENDED.replace(b"event: m", b"event: n")), "without its name"),
+        (MESSAGES, events(b"data: [DONE]"), "without its name"),
+        (RESPONSES, answer(400, REFUSAL), None),
+        (RESPONSES, answer(400, FAILED), "without its cause"),
+        (RESPONSES, events(ENDED.replace(b"message_stop", b"response.completed")), None),
+        (RESPONSES, events(ENDED), "without an end"),
+    ],
+)
+def test_translated_answers_have_their_own_form(sent, raw, what):
+    found = fault(sent, got(raw))
+    assert found is None if what is None else what in (found or "")
+
+
 @pytest.mark.parametrize(
     ("raw", "what"),
     [
@@ -183,7 +213,7 @@ def test_a_case_follows_from_its_number(running):
 
 def test_every_post_route_is_asked(running):
     kind = bodies_kind(running)
-    asked = {kind.draw(Random(number)).data.split(b" ")[1].decode() for number in range(300)}
+    asked = {kind.draw(Random(number)).data.split(b" ")[1].decode() for number in range(600)}
     assert asked == set(ROUTES)
     described = toy_app().openapi()["paths"]
     assert asked >= {path for path, methods in described.items() if "post" in methods}

@@ -1,5 +1,6 @@
 """/openapi.json says what is answered: every route, and bodies as they are validated."""
 
+import json
 import re
 
 import jsonschema
@@ -8,10 +9,10 @@ from starlette.routing import Route
 
 from ropewalk.server.errors import InvalidField
 from ropewalk.server.openai.body import read_body
-from ropewalk.server.openai.schemas import AnyBody
+from ropewalk.server.openai.schemas import BODIES as OWN
 from tests.server.toy import ask, toy_app
 
-BODIES = {body.__name__: body for body in AnyBody.__constraints__}
+BODIES = {body.__name__: body for body in OWN}
 WHOLE = {  # the least that each needs
     "CompletionBody": {"prompt": "a"},
     "ChatBody": {"messages": [{"role": "user", "content": "a"}]},
@@ -129,3 +130,9 @@ def test_a_key_is_needed_where_there_are_keys():
     about = ask(app, "GET", "/openapi.json", headers={"authorization": "Bearer secret"}).json()
     assert "401" in about["paths"]["/v1/models"]["get"]["responses"]
     assert "security" not in about["paths"]["/health"]["get"]
+
+
+def test_every_reference_leads_somewhere(about):
+    named = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(about)))
+    assert named >= {"ResponsesBody", "MessagesBody", "CountBody", "MessagesError"}
+    assert named <= about["components"]["schemas"].keys()

@@ -1,0 +1,225 @@
+"""OpenAI's Responses as chat: items become messages. Nothing is stored between requests."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, StrictStr, Tag
+
+from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.openai.schemas import Count
+from ropewalk.server.translators.base import (
+    Fields,
+    Lenient,
+    TranslatedBody,
+    by_type,
+    refused,
+    text_or,
+)
+
+# Chat's name of what it may refuse, and the client's.
+NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "verbosity": "text.verbosity",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
+}
+_STATELESS = "this server keeps no responses; send the whole conversation as input"
+
+
+class TextPart(Lenient):
+    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[StrictStr, Tag("<text>")] | Annotated[list[TextPart], Tag("<list>")],
+    text_or("text parts"),
+]
+
+
+def _plain(content: str | list[TextPart]) -> str | list[Fields]:
+    """As chat's content, which joins its parts."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part.text} for part in content] or ""
+
+
+class Message(Lenient):
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class FunctionCall(Lenient):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class FunctionCallOutput(Lenient):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+
+
+class Reasoning(Lenient):
+    """`content` has the reasoning itself, `summary` what other servers make of it."""
+
+    type: Literal["reasoning"]
+    content: list[TextPart] | None = None
+    summary: list[TextPart] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary or ())
+
+
+Item = Annotated[
+    Annotated[Message, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[Reasoning, Tag("<reasoning>")],
+    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+]
+Input = Annotated[
+    Annotated[StrictStr, Tag("<text>")]
+    | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<list>")],
+    text_or("items"),
+]
+
+
+def _without_scores(included: list[str]) -> list[str]:
+    if "message.output_text.logprobs" in included:
+        raise UnsupportedField("include asks for logprobs, which only a chat has", "include")
+    return included
+
+
+class TextConfig(Lenient):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Lenient):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(TranslatedBody):
+    """The body of /v1/responses. Tools of other types than function are ignored."""
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[dict[str, Any]] = Field(default=[])  # type: ignore[assignment]
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool | None = None
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
+    metadata: dict[str, str] = Field(default={})
+    previous_response_id: Annotated[Any, refused("previous_response_id", _STATELESS)] = None
+    conversation: Annotated[Any, refused("conversation", _STATELESS)] = None
+    background: Annotated[Any, refused("background", "answers are sent at once", (False,))] = None
+    prompt: Annotated[Any, refused("prompt", "send its text as instructions or input")] = None
+    top_logprobs: Annotated[Any, refused("top_logprobs", "only a chat has it", (0,))] = None
+    # Without effect: they are about what is stored, or about tools that the server runs itself. A
+    # conversation that does not fit is refused, with truncation "auto" too.
+    include: Annotated[list[str], AfterValidator(_without_scores)] = Field(default=[])
+    max_tool_calls: Any = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    client_metadata: Any = None
+    context_management: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+
+    def chat(self, sent: Fields) -> Fields:
+        fields = {**self.passed_on(sent), "messages": self._messages(), **self._tools()}
+        if self.max_output_tokens is not None:
+            fields["max_completion_tokens"] = self.max_output_tokens
+        if self.reasoning.effort is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        if self.text.verbosity is not None:
+            fields["verbosity"] = self.text.verbosity
+        if self.text.format is not None:
+            fields["response_format"] = _response_format(self.text.format)
+        return fields
+
+    def _messages(self) -> list[Fields]:
+        messages: list[Fields] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            match item:
+                case Message(role="assistant"):
+                    _turn(messages, "content", "tool_calls")["content"] = _plain(item.content)
+                case Message():
+                    messages.append({"role": item.role, "content": _plain(item.content)})
+                case Reasoning() if item.text:
+                    turn = _turn(messages, "reasoning_content", "content", "tool_calls")
+                    turn["reasoning_content"] = item.text
+                case FunctionCall():
+                    function = {"name": item.name, "arguments": item.arguments}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    _turn(messages).setdefault("tool_calls", []).append(call)
+                case FunctionCallOutput():
+                    output = _plain(item.output)
+                    messages.append(
+                        {"role": "tool", "tool_call_id": item.call_id, "content": output}
+                    )
+        for message in messages:
+            if "tool_calls" not in message:
+                message.setdefault("content", "")
+        return messages
+
+    def _tools(self) -> Fields:
+        functions = [
+            {name: value for name, value in tool.items() if name != "type" and value is not None}
+            for tool in self.tools
+            if tool.get("type") == "function"
+        ]
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            if choice.get("type") == "allowed_tools":
+                allowed = [tool.get("name") for tool in choice.get("tools", [])]
+                functions = [each for each in functions if each.get("name") in allowed]
+                choice = choice.get("mode", "auto")
+            elif choice.get("type") == "function":
+                choice = {"type": "function", "function": {"name": choice.get("name")}}
+            else:
+                raise InvalidField(
+                    "tool_choice should name a function: this server runs no tools of its own",
+                    "tool_choice",
+                )
+        if not functions and choice in ("auto", "none"):
+            return {}
+        fields: Fields = {
+            "tools": [{"type": "function", "function": each} for each in functions],
+            "tool_choice": choice,
+        }
+        if self.parallel_tool_calls is not None:
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        return fields
+
+
+def _turn(messages: list[Fields], *later: str) -> Fields:
+    """The assistant's message that an item belongs to: the last one, unless it has what is later.
+
+    A message has reasoning, then content, then calls; items have them one by one.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(name in last for name in later):
+        last = {"role": "assistant"}
+        messages.append(last)
+    return last
+
+
+def _response_format(form: Fields) -> Fields:
+    if form.get("type") != "json_schema":
+        return form
+    schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": schema}
