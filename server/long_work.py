@@ -45,6 +45,31 @@ def json_bytes(value: object) -> bytes:
     return json_text(value).encode()
 
 
+def longer(value: object, most: int) -> bool:
+    """Whether the texts in `value`, which is JSON, have more characters, all else counting 1.
+
+    For what one long call, such as writing it, would take too long. Looks no further than it must.
+    """
+    length = 0
+    for size in _lengths(value):
+        length += size
+        if length > most:
+            return True
+    return False
+
+
+def _lengths(value: object) -> Iterator[int]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield len(name)
+            yield from _lengths(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _lengths(each)
+    else:
+        yield len(value) if isinstance(value, str) else 1
+
+
 def _pieces(value: object) -> Iterator[str]:
     if _weight(value) <= PIECE:
         yield dumps(value)

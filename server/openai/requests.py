@@ -16,7 +16,7 @@ from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import InvalidText
 from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, UnsupportedField
-from ropewalk.server.long_work import off_loop
+from ropewalk.server.long_work import LONG_TEXT, longer, off_loop
 from ropewalk.server.openai.choice import Choice, spell_prompt
 from ropewalk.server.openai.schemas import (
     AS_MANY_AS_FIT,
@@ -38,6 +38,7 @@ from ropewalk.server.tools.prompts import template_input
 DEFAULT_COMPLETION_TOKENS = 16
 JSON_KINDS = (Kind.JSON_OBJECT, Kind.JSON_SCHEMA)
 MAX_BYTES_PER_TOKEN = 16
+MESSAGE_WORK = 32  # what a message costs besides its text, in characters
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
 RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
 
@@ -100,13 +101,21 @@ async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Ser
             f"the chat template of {served.name} takes no documents; put them into a message",
             "documents",
         )
-    plain = [message.plain() for message in messages]
-    tools = [tool.plain() for tool in body.told_tools]
-    size = sum(len(str(message["content"])) for message in plain) + sum(map(_size, tools))
-    _check_bytes(size, served, "tools" if tools else "messages")
-    given, told = await off_loop(lambda: template_input(plain, tools, served.conventions), size)
-    variables = {**body.variables, **told, "documents": body.documents or None}
 
+    def prepare() -> tuple[Sequence[Mapping[str, object]], Mapping[str, object]]:
+        plain = [message.plain() for message in messages]
+        tools = [tool.plain() for tool in body.told_tools]
+        _check_length([message["content"] for message in plain], served, "messages")
+        _check_length(tools, served, "tools")
+        _check_length(body.documents, served, "documents")
+        _check_length(body.chat_template_kwargs, served, "chat_template_kwargs")
+        given, told = template_input(plain, tools, served.conventions)
+        return given, {**body.variables, **told, "documents": body.documents or None}
+
+    size = sum(MESSAGE_WORK + len(message.content) for message in messages)
+    if body.told_tools or body.documents or body.chat_template_kwargs:  # however long these are
+        size += LONG_TEXT
+    given, variables = await off_loop(prepare, size)
     rendered = template.begin(
         given, add_generation_prompt=body.add_generation_prompt, variables=variables
     )
@@ -121,8 +130,15 @@ async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Ser
         raise InvalidField(message, "messages", quotes=True) from None
 
 
-def _size(tool: Mapping[str, object]) -> int:
-    return len(str(tool))
+def _check_length(value: object, served: Served, param: str) -> None:
+    """Of what a template is to make text of. Raises PromptTooLong if it is hopelessly long."""
+    limit = MAX_BYTES_PER_TOKEN * served.max_context
+    if longer(value, limit):
+        raise PromptTooLong(
+            f"{param} has more than {limit} characters, the limit for a context of "
+            f"{served.max_context} tokens; shorten it",
+            param,
+        )
 
 
 async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
@@ -243,7 +259,11 @@ async def compiled_grammar(
     body: CompletionBody | ChatBody, prompt: Prompt, served: Served
 ) -> Compiled | None:
     """What the answers must satisfy, if anything. Raises InvalidField, or QueueFull."""
-    grammar = _chat_grammar(body, prompt, served) if isinstance(body, ChatBody) else body.grammar
+    if isinstance(body, ChatBody):
+        size = LONG_TEXT + 1 if body.told_tools else len(body.grammar.text if body.grammar else "")
+        grammar = await off_loop(lambda: _chat_grammar(body, prompt, served), size)
+    else:
+        grammar = body.grammar
     if grammar is None:
         return None
     if served.grammars is None:

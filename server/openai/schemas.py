@@ -30,6 +30,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 300
 MAX_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of one message
 MAX_TOOLS = 256
 MAX_CALLS = 256  # of one answer
 AS_MANY_AS_FIT = -1  # tokens of an answer, as llama.cpp writes it
@@ -259,7 +261,9 @@ def _content_form(value: Any) -> str | None:
 
 Content = Annotated[
     Annotated[StrictStr, Tag("text")]
-    | Annotated[list[TextPart], Field(min_length=1), _FAIL_FAST, Tag("parts")],
+    | Annotated[
+        list[TextPart], Field(min_length=1, max_length=MAX_PARTS), _FAIL_FAST, Tag("parts")
+    ],
     Discriminator(_content_form),
 ]
 
@@ -330,7 +334,12 @@ def _check_calls(messages: list[Message]) -> list[Message]:
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1), _FAIL_FAST, AfterValidator(_check_calls)]
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES),
+    _FAIL_FAST,
+    AfterValidator(_check_calls),
+]
 
 
 class Function(_Strict):
@@ -419,13 +428,17 @@ class TemplateBody(_Strict):
 
     @property
     def variables(self) -> Mapping[str, object]:
+        return {**self.chat_template_kwargs, **self._own_variables}
+
+    @property
+    def _own_variables(self) -> Mapping[str, object]:
         own = {"enable_thinking", "reasoning_effort", "verbosity"}
-        return {**self.chat_template_kwargs, **self.model_dump(include=own, exclude_none=True)}
+        return self.model_dump(include=own, exclude_none=True)
 
     @model_validator(mode="after")
     def _check_variables(self) -> Self:
-        for name, value in self.chat_template_kwargs.items():
-            if name in self.variables and self.variables[name] != value:
+        for name, value in self._own_variables.items():
+            if self.chat_template_kwargs.get(name, value) != value:
                 raise InvalidField(
                     f"{name} and chat_template_kwargs.{name} differ; send one of them", name
                 )

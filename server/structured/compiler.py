@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 KEPT = 64  # compiled grammars of a model
+KEPT_TEXT = 1 << 20  # characters of these; compiled, each takes some 60 bytes
 MEMORY = 512 << 20  # bytes, besides what the process had before
 SECONDS = 0.3  # of the processor, to try a grammar; usual ones take milliseconds
 START_SECONDS = 10.0  # of the processor, until a process knows the vocabulary
@@ -79,7 +80,7 @@ class Grammars:
                 "other requests' grammars keep the server busy; send this one again later"
             ) from None
         self._kept[grammar] = compiled
-        if len(self._kept) > KEPT:
+        while len(self._kept) > KEPT or sum(len(each.text) for each in self._kept) > KEPT_TEXT:
             self._kept.popitem(last=False)
         return compiled
 

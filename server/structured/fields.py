@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ropewalk.server.errors import InvalidField, MissingField
+from ropewalk.server.long_work import longer
 from ropewalk.server.structured.grammar import MAX_TEXT, Grammar, Kind
 
 MAX_CHOICES = 4096
@@ -35,23 +36,8 @@ def _choice_text(value: Any) -> Any:
 
 def _refuse_long(value: Any) -> None:
     """Before a single long call, which would hold up the event loop, writes it."""
-    length = 0
-    for size in _lengths(value):
-        length += size
-        if length > MAX_TEXT:
-            raise ValueError(f"should have at most {MAX_TEXT} characters")
-
-
-def _lengths(value: Any) -> Iterator[int]:
-    if isinstance(value, dict):
-        for name, each in value.items():
-            yield len(name)
-            yield from _lengths(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _lengths(each)
-    else:
-        yield len(value) if isinstance(value, str) else 1
+    if longer(value, MAX_TEXT):
+        raise ValueError(f"should have at most {MAX_TEXT} characters")
 
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]

@@ -34,8 +34,15 @@ class Grammar:
     param: str = field(default="response_format", compare=False)  # the client's field, for errors
 
 
-def spaced(schema: Mapping[str, Any], whitespace: str | None = None) -> dict[str, Any]:
-    """A JSON schema that tells llguidance which white space may stand between the parts of JSON."""
+def spaced(schema: Any, whitespace: str | None = None) -> Any:
+    """A JSON schema that tells llguidance which white space may stand between the parts of JSON.
+
+    What is no schema stays as it is, for llguidance to say why.
+    """
+    schema = {} if schema is True else schema
+    given = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
+    if not isinstance(given, Mapping):
+        return schema
     pattern = WHITESPACE if whitespace is None else whitespace
     own = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return {**schema, "x-guidance": {**own, **schema.get("x-guidance", {})}}
+    return {**schema, "x-guidance": {**own, **given}}

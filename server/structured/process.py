@@ -89,9 +89,7 @@ def _schema(kind: Kind, text: str, whitespace: str | None) -> Any:
         schema = {"type": "object"} if kind is Kind.JSON_OBJECT else json.loads(text)
     except (ValueError, RecursionError):
         raise Refused("the schema is not JSON, or is nested too deeply") from None
-    if schema is True:
-        schema = {}
-    return spaced(schema, whitespace) if isinstance(schema, dict) else schema
+    return spaced(schema, whitespace)
 
 
 def _reason(error: str) -> str:

@@ -35,8 +35,10 @@ def calls_or_form(
         more = f"({lark.spelled(written.between)} call){{0,{MAX_CALLS - 1}}}" if several else ""
         answers.append(f"{lark.spelled(written.begin)} call {more} {lark.spelled(written.end)}")
     if form is not None:
-        schema = json.loads(form.text or '{"type": "object"}')
-        schema = spaced(schema, form.whitespace) if isinstance(schema, dict) else {}
+        try:
+            schema = spaced(json.loads(form.text or '{"type": "object"}'), form.whitespace)
+        except (ValueError, RecursionError):
+            return form  # for the compiler to refuse
         answers.append(f"{lark.spelled(format.text)} form")
         lark.rules.append(f"form: %json {json.dumps(schema)}")
     start = f"({' | '.join(answers)})"
@@ -124,7 +126,7 @@ _OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "
 _OPEN |= {"allOf", "anyOf", "oneOf", "dependentSchemas"}
 
 
-def _object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _object(schema: Mapping[str, Any]) -> Any:
     """Arguments are an object, whether or not their schema says so, of the properties it names.
 
     A function has no use for others, which small models like to make up.

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictStr, Tag
 
 from ropewalk.server.errors import InvalidField
-from ropewalk.server.openai.schemas import AS_MANY_AS_FIT, ChatBody, Count, Stops
+from ropewalk.server.openai.schemas import (
+    AS_MANY_AS_FIT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_TOOLS,
+    ChatBody,
+    Count,
+    Stops,
+)
 from ropewalk.server.translators.base import (
     Fields,
     Lenient,
@@ -35,7 +43,8 @@ class Text(Lenient):
 
 
 Texts = Annotated[
-    Annotated[StrictStr, Tag("<text>")] | Annotated[list[Text], Tag("<list>")],
+    Annotated[StrictStr, Tag("<text>")]
+    | Annotated[list[Text], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     text_or("text blocks"),
 ]
 
@@ -74,7 +83,7 @@ Block = Annotated[
 ]
 Blocks = Annotated[
     Annotated[StrictStr, Tag("<text>")]
-    | Annotated[list[Block], Field(fail_fast=True), Tag("<list>")],
+    | Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     text_or("content blocks"),
 ]
 
@@ -137,6 +146,9 @@ class Tool(Lenient):
         return {"type": "function", "function": given | {"parameters": self.input_schema}}
 
 
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
 class ToolChoice(Lenient):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -172,11 +184,11 @@ class OutputConfig(Lenient):
 class CountBody(TranslatedBody):
     """The body of /v1/messages/count_tokens, and of /v1/messages without its limit."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: Count | None = None
     system: Texts = ""
     stop_sequences: Stops = Field(default=[])
-    tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default=[])  # type: ignore[assignment]
+    tools: Tools = Field(default=[])  # type: ignore[assignment]
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: ThinkingConfig = ThinkingConfig(type="disabled")
     output_config: OutputConfig = OutputConfig()

@@ -19,6 +19,7 @@ _PART = {"reasoning": "reasoning_text", "text": "output_text"}
 class ResponsesWire(PartsWire):
     def __init__(self, body: ResponsesBody, chat: ChatBody, model: str) -> None:
         super().__init__()
+        choice = body.tool_choice
         self._said = 0  # events
         self._ids: list[str] = []  # of items
         # What every state of the response repeats, without the closing brace.
@@ -38,7 +39,9 @@ class ResponsesWire(PartsWire):
                 "store": False,
                 "temperature": chat.temperature,
                 "text": {"format": body.text.format or {"type": "text"}},
-                "tool_choice": body.tool_choice,
+                "tool_choice": (
+                    choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
+                ),
                 "tools": body.tools,
                 "top_p": chat.top_p,
                 "truncation": "disabled",

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StrictStr, Tag
+from pydantic import AfterValidator, Discriminator, Field, StrictStr, Tag
 
 from ropewalk.server.errors import InvalidField, UnsupportedField
-from ropewalk.server.openai.schemas import Count
+from ropewalk.server.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Count
 from ropewalk.server.translators.base import (
     Fields,
     Lenient,
@@ -26,6 +26,7 @@ NAMES: Mapping[str, str] = {
     "tools": "tools",
     "tool_choice": "tool_choice",
 }
+MAX_METADATA = 16  # as OpenAI has it
 _STATELESS = "this server keeps no responses; send the whole conversation as input"
 
 
@@ -35,7 +36,8 @@ class TextPart(Lenient):
 
 
 Content = Annotated[
-    Annotated[StrictStr, Tag("<text>")] | Annotated[list[TextPart], Tag("<list>")],
+    Annotated[StrictStr, Tag("<text>")]
+    | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     text_or("text parts"),
 ]
 
@@ -87,7 +89,9 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[StrictStr, Tag("<text>")]
-    | Annotated[list[Item], Field(min_length=1, fail_fast=True), Tag("<list>")],
+    | Annotated[
+        list[Item], Field(min_length=1, max_length=2 * MAX_MESSAGES, fail_fast=True), Tag("<list>")
+    ],
     text_or("items"),
 ]
 
@@ -108,18 +112,50 @@ class ReasoningConfig(Lenient):
     summary: str | None = None
 
 
+class NamedTool(Lenient, extra="allow"):
+    name: str | None = None
+
+
+class ChosenTool(Lenient, extra="allow"):  # answers repeat it
+    """Names a function, or those of the tools that may be called."""
+
+    type: str | None = None
+    name: str | None = None
+    mode: str = "auto"
+    tools: list[NamedTool] = Field(default=[], max_length=MAX_TOOLS)
+
+    def chat(self, functions: list[Fields]) -> tuple[list[Fields], str | Fields]:
+        """The functions that are left, and chat's choice among them. Raises InvalidField."""
+        match self.type:
+            case "allowed_tools":
+                allowed = {tool.name for tool in self.tools}
+                return [each for each in functions if each.get("name") in allowed], self.mode
+            case "function":
+                return functions, {"type": "function", "function": {"name": self.name}}
+        raise InvalidField(
+            "tool_choice should name a function: this server runs no tools of its own",
+            "tool_choice",
+        )
+
+
+ToolChoice = Annotated[
+    Annotated[StrictStr, Tag("<text>")] | Annotated[ChosenTool, Tag("<object>")],
+    Discriminator(lambda value: "<text>" if isinstance(value, str) else "<object>"),
+]
+
+
 class ResponsesBody(TranslatedBody):
     """The body of /v1/responses. Tools of other types than function are ignored."""
 
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[dict[str, Any]] = Field(default=[])  # type: ignore[assignment]
-    tool_choice: str | dict[str, Any] = "auto"
+    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)  # type: ignore[assignment]
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
-    metadata: dict[str, str] = Field(default={})
+    metadata: dict[str, str] = Field(default={}, max_length=MAX_METADATA)
     previous_response_id: Annotated[Any, refused("previous_response_id", _STATELESS)] = None
     conversation: Annotated[Any, refused("conversation", _STATELESS)] = None
     background: Annotated[Any, refused("background", "answers are sent at once", (False,))] = None
@@ -182,19 +218,11 @@ class ResponsesBody(TranslatedBody):
             for tool in self.tools
             if tool.get("type") == "function"
         ]
-        choice = self.tool_choice
-        if isinstance(choice, dict):
-            if choice.get("type") == "allowed_tools":
-                allowed = [tool.get("name") for tool in choice.get("tools", [])]
-                functions = [each for each in functions if each.get("name") in allowed]
-                choice = choice.get("mode", "auto")
-            elif choice.get("type") == "function":
-                choice = {"type": "function", "function": {"name": choice.get("name")}}
-            else:
-                raise InvalidField(
-                    "tool_choice should name a function: this server runs no tools of its own",
-                    "tool_choice",
-                )
+        choice: str | Fields
+        if isinstance(self.tool_choice, str):
+            choice = self.tool_choice
+        else:
+            functions, choice = self.tool_choice.chat(functions)
         if not functions and choice in ("auto", "none"):
             return {}
         fields: Fields = {

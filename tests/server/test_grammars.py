@@ -15,6 +15,7 @@ from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
 from ropewalk.server.errors import InvalidField
 from ropewalk.server.openai.body import read_body
 from ropewalk.server.openai.schemas import CompletionBody
+from ropewalk.server.structured import compiler
 from ropewalk.server.structured.grammar import MAX_TEXT, Grammar, Kind
 from ropewalk.server.structured.vocabulary import vocabulary_of
 from tests.model.tokenizers.hf_samples import byte_level, llama
@@ -157,6 +158,7 @@ HOSTILE = {
     "doubling terms": Grammar(Kind.LARK, chain("start: R0", "R{0}: R{1} R{1}", 40, 'R40: "a"')),
     "deep gbnf": Grammar(Kind.GBNF, "root ::= " + "(" * 20000 + '"a"' + ")" * 20000),
     "nothing": Grammar(Kind.REGEX, ""),
+    "no options": Grammar(Kind.JSON_SCHEMA, '{"x-guidance": 5}'),
     "nothing at all": Grammar(Kind.LARK, "start: start"),
 }
 
@@ -166,6 +168,7 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_a_reason(bytes_model,
     with pytest.raises(InvalidField, match=r"^response_format cannot be followed: .+; ") as refusal:
         compiled(bytes_model, grammar)
     assert refusal.value.status == 400 and refusal.value.quotes
+    assert "ended with status" not in refusal.value.message
     assert len(refusal.value.message) < 400 and "\n" not in refusal.value.message
     assert compiled(bytes_model, Grammar(Kind.REGEX, "a+"))  # others are still compiled
 
@@ -174,6 +177,14 @@ def test_what_was_compiled_is_kept_by_its_text(bytes_model):
     first = compiled(bytes_model, Grammar(Kind.REGEX, "ab"))
     assert compiled(bytes_model, Grammar(Kind.REGEX, "ab", param="guided_regex")) is first
     assert compiled(bytes_model, Grammar(Kind.LARK, "ab: /ab/\nstart: ab")) is not first
+
+
+def test_of_long_grammars_few_are_kept(bytes_model, monkeypatch):
+    monkeypatch.setattr(compiler, "KEPT_TEXT", 100)
+    long, other, short = (Grammar(Kind.REGEX, each) for each in ("a" * 60, "b" * 60, "c" * 30))
+    first = [compiled(bytes_model, each) for each in (long, other, short)]
+    again = [compiled(bytes_model, each) for each in (short, other, long)]
+    assert [old is new for old, new in zip(first[::-1], again, strict=True)] == [True, True, False]
 
 
 def test_tokens_that_the_tokenizer_cannot_write_again_are_still_found():

@@ -7,6 +7,8 @@ import pytest
 from ropewalk.server.errors import InvalidField, MissingField, UnknownField, UnsupportedField
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED, read_body
 from ropewalk.server.openai.schemas import (
+    MAX_MESSAGES,
+    MAX_PARTS,
     CachePlanBody,
     ChatBody,
     CompletionBody,
@@ -362,6 +364,15 @@ def test_a_variable_given_twice_must_be_the_same():
     assert refused.value.param == "reasoning_effort"
 
 
+def test_many_variables_are_not_gathered_once_for_each(monkeypatch):
+    dumped, dump = [], ChatBody.model_dump
+    monkeypatch.setattr(
+        ChatBody, "model_dump", lambda body, **how: dumped.append(how) or dump(body, **how)
+    )
+    chat(chat_template_kwargs={f"x{place}": place for place in range(100)})
+    assert len(dumped) == 1
+
+
 def test_logprobs_of_chat():
     assert chat().wanted_logprobs is None
     assert chat(logprobs=True).wanted_logprobs == 0
@@ -435,6 +446,11 @@ def test_messages():
             "messages[0].content[0].cache_control",
         ),
         ([{"role": "user", "content": "a", "id": 5}], "messages[0].id"),
+        ([{"role": "user", "content": "a"}] * (MAX_MESSAGES + 1), "messages"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": ""}] * (MAX_PARTS + 1)}],
+            "messages[0].content",
+        ),
         (
             [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
             "messages[0].tool_calls[0].function",

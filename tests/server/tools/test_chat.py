@@ -20,6 +20,10 @@ TOY = toy(max_context=CONTEXT)
 THINKS = toy(max_context=CONTEXT, conventions=Conventions(format=Format(think=THINK)))
 
 
+def called(parameters: dict) -> dict:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 def chat(answer: str, served=TOY, batch: int = 1, **body):
     engine = ScriptedEngine(lambda request: list(answer.encode()))
     engine.batch, engine.context = batch, CONTEXT
@@ -183,8 +187,13 @@ def test_every_token_keeps_its_score_and_every_choice_its_calls() -> None:
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
+        ({"tool_choice": "required", "tools": [called({"x-guidance": 5})]}, "tools"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "["}}},
+         "response_format"),
+        ({"chat_template_kwargs": {"x": ["y" * 16 * CONTEXT]}}, "chat_template_kwargs"),
+        ({"tools": [called({"x": "y" * 16 * CONTEXT})]}, "tools"),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_names_the_field(body: dict, param: str) -> None:
     response = chat("Hi.", **body)[1]
     assert response.status_code == 400
