@@ -1,5 +1,5 @@
 # packages: dspy
-"""Text, and a signature with its JSONAdapter, which knows no schema for models it has not heard of."""
+"""Text, and a signature. Its JSONAdapter sends no schema to models that it does not know."""
 
 import os
 
@@ -15,4 +15,4 @@ assert dspy.LM(**asked, max_tokens=8)("Name a river.")[0]
 dspy.configure(lm=dspy.LM(**asked, max_tokens=200, temperature=0), adapter=dspy.JSONAdapter())
 said = dspy.Predict("river -> country")(river="Nile")
 assert said.country, said
-print("text, JSONAdapter (sends no schema for a model that it does not know)")
+print("text, JSONAdapter (sends no schema to a model that it does not know)")

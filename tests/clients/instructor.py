@@ -29,4 +29,4 @@ for mode in modes:
     if mode != "RESPONSES_TOOLS":
         *_, last = client.create_partial(**asked)
         River.model_validate(last.model_dump())
-print(f"{', '.join(modes)}; JSON and MD_JSON send no schema, and a small model misses it")
+print(f"{', '.join(modes)}; JSON and MD_JSON send no schema, which this model misses")

@@ -30,6 +30,4 @@ for kind in OpenAIChatModel, OpenAIResponsesModel:
     for wanted in River, length_of, NativeOutput(River):
         agent = Agent(model, output_type=wanted, model_settings=settings, retries=0)
         assert isinstance(agent.run_sync("Describe the Nile.").output, River)
-print(
-    "text, tools, typed output by tool and native; prompted sends no schema, and a small model misses it"
-)
+print("text, tools, output by tool and native; prompted sends no schema, which this model misses")
