@@ -55,7 +55,8 @@ class Tracing:
         self._provider = sdk.TracerProvider(resource=resource, shutdown_on_exit=False)
         bare = urlsplit(endpoint).path in ("", "/")
         url = f"{endpoint.rstrip('/')}/v1/traces" if bare else endpoint
-        exporter = exporters.OTLPSpanExporter(endpoint=url)
+        # None may try again after `close`.
+        exporter = exporters.OTLPSpanExporter(endpoint=url, timeout=CLOSING_SECONDS / 2)
         self._provider.add_span_processor(export.BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("ropewalk", version)
 

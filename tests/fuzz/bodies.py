@@ -177,6 +177,15 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             "reasoning_effort": _of("low"),
         },
     ),
+    "/v1/embeddings": (
+        {"model": MODEL, "input": _any(_text, _several(_text, 3), _ids, _several(_ids, 3))},
+        {
+            "dimensions": _of(1, 8, 1000),
+            "encoding_format": _of("float", "base64"),
+            "pooling": _of("last", "mean"),
+            "add_special_tokens": _of(True, False),
+        },
+    ),
     "/v1/responses": (
         {
             "model": MODEL,
@@ -221,7 +230,7 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
     ),
     "/v1/cache/flush": ({}, {"model": MODEL}),
 }
-_WEIGHTS = (8, 6, 4, 4, 1, 3, 3, 3, 0.2)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2)
 
 
 def draw_stream(draw: Random) -> Stream:

@@ -38,7 +38,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list:
     """The configurations that `serve` hands over, instead of servers."""
     configs: list = []
 
-    def run(config, listener, tls) -> int:
+    def run(config, listener, tls, traces) -> int:
         configs.append(config)
         return 0
 

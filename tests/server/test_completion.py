@@ -1,5 +1,6 @@
 """One choice: text held back and released, scores, usage, and how it ends."""
 
+import json
 import random
 
 import pytest
@@ -107,6 +108,7 @@ def test_tokens_that_spell_the_same_keep_the_likelier_score():
     low = score(65, 1).__class__(65, -3.0, top)
     whole = CompletionWire("id", "toy", 0).whole
     done = one.take([TokenEvent("0", 65, FinishReason.LENGTH, logprob=low)])
-    scores = whole([(one, done)], Usage(1, 1, 0))["choices"][0]["logprobs"]
+    answer = json.loads(whole([(one, done)], Usage(1, 1, 0)))
+    scores = answer["choices"][0]["logprobs"]
     assert scores["top_logprobs"] == [{"\ufffd": -1.0, "A": -3.0}]
     assert spelled(ByteTokenizer(), 200) == "\ufffd"

@@ -162,7 +162,8 @@ def test_a_log_on_a_full_disk_and_a_request_without_memory(model, disk, tmp_path
             assert answer(server)[1]["choices"] == before["choices"]
             assert server.log.stat().st_size < size + 4096
         answer(server)
-        assert "POST /v1/completions 200" in server.log.read_text()[size:]
+        # A request is logged after its answer is sent.
+        eventually(lambda: "POST /v1/completions 200" in server.log.read_text()[size:])
         with filled(disk):
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(timeout=10) == 0

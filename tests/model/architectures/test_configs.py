@@ -235,7 +235,11 @@ def test_windows_by_layer(kind, changes, windows):
         ("pythia", {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported"),
         ("pythia", {"use_parallel_residual": "yes"}, "use_parallel_residual must be true or false"),
         ("pythia", {"num_key_value_heads": 2}, "'num_key_value_heads' = 2 is not supported"),
-        ("pythia", {"architectures": ["GPTNeoXModel"]}, "only GPTNeoXForCausalLM can be served"),
+        (
+            "pythia",
+            {"architectures": ["GPTNeoXForAnswers"]},
+            "only GPTNeoXForCausalLM can be served",
+        ),
         ("gpt-j", {"rotary_dim": None}, "rotary_dim is missing"),
         ("gpt-j", {"rotary_dim": 63}, "63 coordinates cannot be rotated in pairs"),
         ("gpt-j", {"n_head": 15}, "4096 is not a multiple of 15 heads"),
