@@ -42,7 +42,6 @@ assert set(json.loads(model(asked, response_format=form).content)) == {"name", "
 # The default model calls the same tool again instead of ending with final_answer.
 agent = ToolCallingAgent(tools=[length_of], model=model, max_steps=1, verbosity_level=0)
 agent.run("How long is the Nile?")
-print([step.dict() for step in agent.memory.steps])
 step = agent.memory.steps[1]
 assert step.tool_calls and not step.error, step
 print("text, stream, tools, response_format, a step of ToolCallingAgent")
