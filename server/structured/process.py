@@ -79,7 +79,7 @@ def written(kind: Kind, text: str, whitespace: str | None) -> str:
     if kind is Kind.GBNF:
         try:
             return LLMatcher.grammar_from_lark(any_to_lark(text))
-        except Exception as error:
+        except Exception as error:  # nesting too deep for the converter is no error of its own
             raise Refused(f"the GBNF cannot be read ({_reason(str(error))})") from None
     return json.dumps({"grammars": [{"json_schema": _schema(kind, text, whitespace)}]})
 
