@@ -1,0 +1,247 @@
+"""What many replicas will do, predicted from what one does.
+
+    python -m ropewalk.load_tests.plan.plan --serve ropewalk-rope --out plan
+    python -m ropewalk.load_tests.plan.plan --url http://127.0.0.1:8001 --url http://127.0.0.1:8002
+    python -m ropewalk.load_tests.plan.plan --service plan.service.json --replicas 2,64
+
+The times of a replica's steps come from a server that runs, or from a file. With two servers or
+more, predictions for as many are compared with the real thing, the same requests sent to both.
+"""
+
+import argparse
+import asyncio
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from ropewalk.load_tests.client import process
+from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, split_base_url
+from ropewalk.load_tests.client.environment import environment
+from ropewalk.load_tests.client.facts import arms_of, facts_of
+from ropewalk.load_tests.client.process import StartFailed
+from ropewalk.load_tests.common.progress import Progress
+from ropewalk.load_tests.plan.dispatch import dispatch
+from ropewalk.load_tests.plan.figures import (
+    Figures,
+    Row,
+    comparison,
+    figures,
+    picture,
+    summary,
+    table,
+)
+from ropewalk.load_tests.plan.routing import Policy, policies
+from ropewalk.load_tests.plan.service import Service, mean, measure, read
+from ropewalk.load_tests.plan.simulate import simulate
+from ropewalk.load_tests.plan.traffic import Traffic
+from ropewalk.load_tests.run.options import add, count, counts
+from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
+from ropewalk.report.svg import svg
+
+_SHARE = 0.7  # of what the slowest policy answers at most: the rate unless one is asked for
+_EPILOG = """\
+The first table has, for each number of replicas and each way to choose among them, the most
+requests that a replica answers, which is when it always has --concurrency of them; and hits and
+waits when requests come at random moments, --rate a second for each replica. By default that is
+70 % of what the slowest answers at most. The second table compares: predicted, measured, and by
+how much the prediction is off.
+
+Exit status: 0, or 2 when nothing could be measured.
+"""
+
+ByPolicy = Mapping[str, Figures]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """So many replicas, and what is asked of them."""
+
+    replicas: int
+    traffic: Traffic
+    count: int  # requests in all
+    seed: str
+
+    def at(self, rate: float) -> "Case":
+        """At a rate per replica, or fully busy if it is 0."""
+        return replace(self, traffic=replace(self.traffic, rate=rate))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = _parser().parse_args(words)
+    try:
+        asyncio.run(_run(args, words))
+    except (Unreachable, StartFailed, ValueError, OSError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def predict(service: Service, case: Case) -> ByPolicy:
+    """Each policy's figures, simulated."""
+    traffic, profile = case.traffic, case.traffic.profile(case.replicas)
+    trace = traffic.trace(case.replicas, case.count, case.seed)
+    return {
+        name: figures(simulate(service, case.replicas, policy, trace, profile, case.seed))
+        for name, policy in _policies(service, case).items()
+    }
+
+
+async def observe(
+    servers: Sequence[Server], service: Service, case: Case, vocab_size: int
+) -> ByPolicy:
+    """Each policy's figures, measured. Raises Unreachable."""
+    traffic, profile = case.traffic, case.traffic.profile(case.replicas)
+    trace = traffic.trace(case.replicas, case.count, case.seed)
+    return {
+        name: figures(await dispatch(servers, policy, trace, profile, case.seed, vocab_size))
+        for name, policy in _policies(service, case).items()
+    }
+
+
+def rate_of(busy: ByPolicy, replicas: int) -> float:
+    """The requests per second of a replica under which every policy has some rest."""
+    return _SHARE * min(each.requests_per_s for each in busy.values()) / replicas
+
+
+def _policies(service: Service, case: Case) -> Mapping[str, Policy]:
+    """A request in flight weighs what it takes from others, in tokens of a prompt."""
+    traffic = case.traffic
+    batch = max(traffic.concurrency, 1)
+    seconds = service.request_s + service.prompt_s(traffic.tail_tokens, traffic.prefix_tokens)
+    seconds += traffic.output_tokens * service.step_s(batch) / batch
+    request = traffic.prefix_tokens + traffic.tail_tokens + traffic.output_tokens
+    kept = max(1, service.blocks * service.block_size // request)
+    return policies(case.replicas, seconds / max(service.token_s, 1e-9), kept)
+
+
+async def _run(args: argparse.Namespace, words: Sequence[str]) -> None:
+    progress = Progress(sys.stderr)
+    traffic = Traffic(**{field.name: getattr(args, field.name) for field in fields(Traffic)})
+    content: dict[str, object] = {
+        "command": f"python -m ropewalk.load_tests.plan.plan {shlex.join(words)}",
+        "traffic": asdict(traffic),
+    }
+    rate, measured = traffic.rate, None
+    if args.service is not None:
+        service = read(args.service)
+    else:
+        with terminated_as_interrupted(), ExitStack() as stopping:
+            servers = await _servers(args, stopping, progress)
+            like = Case(len(servers), traffic, args.sent, args.seed)
+            content["environment"] = await environment(servers)
+            service, rate, measured = await _measure(servers, like, progress)
+    cases = [Case(n, traffic, n * args.requests, args.seed) for n in args.replicas]
+    progress.start(f"simulating {', '.join(f'{n:,}' for n in args.replicas)} replicas")
+    busy = {case: predict(service, case.at(0)) for case in cases}
+    rate = rate or min(rate_of(found, case.replicas) for case, found in busy.items())
+    rows = [
+        Row(case.replicas, name, busy[case][name], rated)
+        for case in cases
+        for name, rated in predict(service, case.at(rate)).items()
+    ]
+    progress.clear()
+    print(f"{summary(service)}\n\n{table(rows, rate)}")
+    content |= {"service": asdict(service), "rate": rate, "rows": [asdict(row) for row in rows]}
+    if measured is not None:
+        said = _joined(like, predict(service, like.at(0)), predict(service, like.at(rate)))
+        print(f"\n{comparison(said, measured)}")
+        content |= {"predicted": [asdict(row) for row in said]}
+        content |= {"measured": [asdict(row) for row in measured]}
+    if args.out is not None:
+        _write(Path(args.out).expanduser(), content, service, svg(picture(rows, rate), "plan"))
+
+
+async def _measure(
+    servers: Sequence[Server], like: Case, progress: Progress
+) -> tuple[Service, float, list[Row] | None]:
+    """Service times, all servers at once; with several, the rate and the figures of `like` too.
+
+    Other work on the machine changes times, so they are taken before and after the load.
+    """
+    facts = await facts_of((await arms_of(servers[0], ()))[0])
+    vocab_size = facts.vocab_size or 32_000
+
+    async def times(when: str) -> list[Service]:
+        progress.start(f"measuring the times of {len(servers)} servers {when}")
+        each = (measure(one, like.traffic, vocab_size, f"{like.seed} {when}") for one in servers)
+        return list(await asyncio.gather(*each))
+
+    before = await times("before")
+    if len(servers) < 2:
+        return mean(before), like.traffic.rate, None
+    service = mean(before)
+    rate = like.traffic.rate or rate_of(predict(service, like.at(0)), like.replicas)
+    progress.start(f"sending {like.count} requests under each policy, as many as they answer")
+    busy = await observe(servers, service, like.at(0), vocab_size)
+    progress.start(f"the same at {rate * like.replicas:.3g} requests a second")
+    rated = await observe(servers, service, like.at(rate), vocab_size)
+    return mean([*before, *await times("after")]), rate, _joined(like, busy, rated)
+
+
+def _joined(case: Case, busy: ByPolicy, rated: ByPolicy) -> list[Row]:
+    return [Row(case.replicas, name, busy[name], rated[name]) for name in busy]
+
+
+async def _servers(
+    args: argparse.Namespace, stopping: ExitStack, progress: Progress
+) -> list[Server]:
+    """Those at the URLs, or two that are started and stopped again."""
+    if args.url:
+        found = [_server(*split_base_url(url)) for url in args.url]
+        return [(await arms_of(server, ()))[0].server for server in found]  # their first models
+    logs = Path(stopping.enter_context(tempfile.TemporaryDirectory()))
+    servers = [_server(process.HOST, process.free_port()) for _ in range(2)]
+    for server in servers:
+        words = [*PROGRAM, args.serve, "--host", server.host, "--port", str(server.port)]
+        words += ["--threads", "1", "--kv-memory", args.kv_memory, "--kv-spill", "0"]
+        started = process.start(args.serve, words, logs / f"{server.port}.log")
+        stopping.callback(started.stop)
+        await started.answers(server, progress.note)
+    return servers
+
+
+def _server(host: str, port: int) -> Server:
+    return Server(host, port, DIALECTS["openai"])
+
+
+def _write(name: Path, content: Mapping[str, object], service: Service, drawn: str) -> None:
+    """Raises OSError."""
+    text = json.dumps(content, indent=1) + "\n"
+    name.with_name(f"{name.name}.json").write_text(text, encoding="utf-8")
+    name.with_name(f"{name.name}.svg").write_text(drawn + "\n", encoding="utf-8")
+    service.write(name.with_name(f"{name.name}.service.json"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="python -m ropewalk.load_tests.plan.plan",
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = options.add_mutually_exclusive_group(required=True)
+    source.add_argument("--serve", metavar="MODEL", help="start two servers of it, and compare")
+    source.add_argument("--url", action="append", help="a server that runs; repeatable: replicas")
+    source.add_argument("--service", metavar="FILE", type=Path, help="times that --out wrote")
+    add(options, "--kv-memory BYTES", str, "64M", "of a server that --serve starts (default: 64M)")
+    add(options, "--replicas N,N", counts, (2, 16, 1000), "to predict (default: 2,16,1000)")
+    add(options, "--requests N", count, 40, "simulated for each replica (default: 40)")
+    add(options, "--sent N", count, 400, "sent to compare with (default: 400)")
+    sizes = options.add_argument_group("traffic", "of each replica's clients; lengths in tokens")
+    for field in fields(Traffic):
+        flag = f"--{field.name.replace('_', '-')}"
+        kind, shown = type(field.default), "default: %(default)s"
+        sizes.add_argument(flag, type=kind, default=field.default, metavar="N", help=shown)
+    add(options, "--seed TEXT", str, "plan", "of the traffic (default: plan)")
+    add(options, "--out NAME", str, None, "write NAME.json, NAME.service.json and NAME.svg")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
