@@ -100,11 +100,12 @@ def off(predicted: float, measured: float) -> str:
 
 def summary(service: Service) -> str:
     """One sentence: what a replica can do."""
+    prompt_ms = service.prompt_s(100, 0) * 1e3
     (first, shortest), *rest = service.steps
     steps = "".join(f", {seconds * 1e3:.2g} with {batch}" for batch, seconds in rest)
     return (
-        f"A replica computes a prompt of 1,000 tokens in {_ms(service.prompt_s(1000, 0))}; a step "
-        f"takes {shortest * 1e3:.2g} ms with {first} request{steps}; its cache has "
+        f"A replica computes 100 tokens of a prompt in {prompt_ms:.3g} ms; a step takes "
+        f"{shortest * 1e3:.2g} ms with {first} request{steps}; its cache has "
         f"{service.blocks * service.block_size:,} tokens."
     )
 

@@ -65,6 +65,7 @@ class Case:
     traffic: Traffic
     count: int  # requests in all
     seed: str
+    slack: int  # of the policy that knows prefixes and loads
 
     def at(self, rate: float) -> "Case":
         """At a rate per replica, or fully busy if it is 0."""
@@ -110,14 +111,9 @@ def rate_of(busy: ByPolicy, replicas: int) -> float:
 
 
 def _policies(service: Service, case: Case) -> Mapping[str, Policy]:
-    """A request in flight weighs what it takes from others, in tokens of a prompt."""
-    traffic = case.traffic
-    batch = max(traffic.concurrency, 1)
-    seconds = service.request_s + service.prompt_s(traffic.tail_tokens, traffic.prefix_tokens)
-    seconds += traffic.output_tokens * service.step_s(batch) / batch
-    request = traffic.prefix_tokens + traffic.tail_tokens + traffic.output_tokens
+    request = case.traffic.prompt_tokens + case.traffic.output_tokens
     kept = max(1, service.blocks * service.block_size // request)
-    return policies(case.replicas, seconds / max(service.token_s, 1e-9), kept)
+    return policies(case.replicas, case.slack, kept)
 
 
 async def _run(args: argparse.Namespace, words: Sequence[str]) -> None:
@@ -133,10 +129,10 @@ async def _run(args: argparse.Namespace, words: Sequence[str]) -> None:
     else:
         with terminated_as_interrupted(), ExitStack() as stopping:
             servers = await _servers(args, stopping, progress)
-            like = Case(len(servers), traffic, args.sent, args.seed)
+            like = Case(len(servers), traffic, args.sent, args.seed, args.slack)
             content["environment"] = await environment(servers)
             service, rate, measured = await _measure(servers, like, progress)
-    cases = [Case(n, traffic, n * args.requests, args.seed) for n in args.replicas]
+    cases = [Case(n, traffic, n * args.requests, args.seed, args.slack) for n in args.replicas]
     progress.start(f"simulating {', '.join(f'{n:,}' for n in args.replicas)} replicas")
     busy = {case: predict(service, case.at(0)) for case in cases}
     rate = rate or min(rate_of(found, case.replicas) for case, found in busy.items())
@@ -162,7 +158,7 @@ async def _measure(
 ) -> tuple[Service, float, list[Row] | None]:
     """Service times, all servers at once; with several, the rate and the figures of `like` too.
 
-    Other work on the machine changes times, so they are taken before and after the load.
+    Other work on the machine changes times, so they are taken before, between and after the loads.
     """
     facts = await facts_of((await arms_of(servers[0], ()))[0])
     vocab_size = facts.vocab_size or 32_000
@@ -179,9 +175,11 @@ async def _measure(
     rate = like.traffic.rate or rate_of(predict(service, like.at(0)), like.replicas)
     progress.start(f"sending {like.count} requests under each policy, as many as they answer")
     busy = await observe(servers, service, like.at(0), vocab_size)
+    between = await times("between")
     progress.start(f"the same at {rate * like.replicas:.3g} requests a second")
     rated = await observe(servers, service, like.at(rate), vocab_size)
-    return mean([*before, *await times("after")]), rate, _joined(like, busy, rated)
+    after = await times("after")
+    return mean([*before, *between, *after]), rate, _joined(like, busy, rated)
 
 
 def _joined(case: Case, busy: ByPolicy, rated: ByPolicy) -> list[Row]:
@@ -233,6 +231,8 @@ def _parser() -> argparse.ArgumentParser:
     add(options, "--replicas N,N", counts, (2, 16, 1000), "to predict (default: 2,16,1000)")
     add(options, "--requests N", count, 40, "simulated for each replica (default: 40)")
     add(options, "--sent N", count, 400, "sent to compare with (default: 400)")
+    slack = "requests more than elsewhere that a known prefix is worth (default: %(default)s)"
+    add(options, "--slack N", count, 4, slack)
     sizes = options.add_argument_group("traffic", "of each replica's clients; lengths in tokens")
     for field in fields(Traffic):
         flag = f"--{field.name.replace('_', '-')}"

@@ -65,46 +65,40 @@ class ConsistentHash:
 
 
 class Weighed:
-    """The one that has the least to do before it answers.
+    """One that knows the prefix, unless it has more than `slack` requests above the least loaded.
 
-    That is: the prompt's tokens that it does not know, and `load_tokens` for each request in
-    flight. It is taken to know the last `kept` prefixes that it was sent.
+    Each replica is taken to know the last `kept` prefixes that it was sent.
     """
 
-    def __init__(self, replicas: int, load_tokens: float, kept: int) -> None:
-        self._load_tokens = load_tokens
+    def __init__(self, replicas: int, slack: int, kept: int) -> None:
+        self._slack = slack
         self._kept = kept
         self._known: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(replicas)]
         self._holders: dict[int, set[int]] = {}
         self._least = LeastLoaded()
 
     def pick(self, call: Call, loads: Loads) -> int:
-        chosen = self._least.pick(call, loads)
         holders = self._holders.setdefault(call.prefix, set())
-        if holders and chosen not in holders:
-            found = min(holders, key=lambda replica: (loads[replica], replica))
-            if (loads[found] - loads[chosen]) * self._load_tokens <= call.prefix_tokens:
-                chosen = found
-        self._remember(call.prefix, chosen)
-        return chosen
-
-    def _remember(self, prefix: int, replica: int) -> None:
-        known = self._known[replica]
-        known[prefix] = None
-        known.move_to_end(prefix)
-        self._holders[prefix].add(replica)
+        best = min(holders, key=lambda replica: (loads[replica], replica), default=None)
+        if best is None or loads[best] > loads.min() + self._slack:
+            best = self._least.pick(call, loads)
+        known = self._known[best]
+        known[call.prefix] = None
+        known.move_to_end(call.prefix)
+        holders.add(best)
         if len(known) > self._kept:
             forgotten, _ = known.popitem(last=False)
-            self._holders[forgotten].discard(replica)
+            self._holders[forgotten].discard(best)
+        return best
 
 
-def policies(replicas: int, load_tokens: float, kept: int) -> Mapping[str, Policy]:
+def policies(replicas: int, slack: int, kept: int) -> Mapping[str, Policy]:
     """All policies by name, for one run: they remember. Arguments as in `Weighed`."""
     return {
         "round robin": RoundRobin(replicas),
         "least loaded": LeastLoaded(),
         "consistent hash": ConsistentHash(replicas),
-        "prefix and load": Weighed(replicas, load_tokens, kept),
+        "prefix and load": Weighed(replicas, slack, kept),
     }
 
 

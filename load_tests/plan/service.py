@@ -37,12 +37,12 @@ class Service:
     max_step_tokens: int = 512
 
     def step_s(self, batch: int) -> float:
-        """The time of a step in which `batch` requests get a token; linear between measurements."""
+        """The time of a step in which `batch` requests get a token: lines through `steps`."""
         if len(self.steps) == 1:
             return self.steps[0][1]
         pairs = list(pairwise(self.steps))
         (low, fast), (high, slow) = next((pair for pair in pairs if batch <= pair[1][0]), pairs[-1])
-        return fast + (slow - fast) * (batch - low) / (high - low)
+        return max(0.0, fast + (slow - fast) * (batch - low) / (high - low))
 
     def prompt_s(self, tokens: int, before: int) -> float:
         """What computing `tokens` of a prompt adds to steps, after `before` earlier ones."""
@@ -59,7 +59,7 @@ def read(path: Path) -> Service:
         found = json.loads(path.read_text(encoding="utf-8"))
         steps = tuple((int(batch), float(seconds)) for batch, seconds in found.pop("steps"))
         return Service(steps=steps, **found)
-    except (TypeError, AttributeError, KeyError) as error:
+    except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"{path} does not hold service times: {error}") from None
 
 

@@ -8,6 +8,7 @@ event. Each request keeps the blocks of its whole answer from the start, so noth
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,55 +71,43 @@ class _Replica:
             self._wake.succeed()
 
     def _run(self) -> Process:
-        service = self._service
         while True:
-            self._admit()
-            if not self._prompts and not self._answers:
-                self._wake = self._env.event()
-                yield self._wake
-                continue
-            if self._prompts:
-                seconds, computed = self._plan()
+            seconds, computed = self._plan()
+            if computed:
                 yield self._env.timeout(seconds)
                 self._step(1)
                 self._advance(computed)
-                continue
-            step = service.step_s(len(self._answers))
-            steps = min(job.left for job in self._answers)
-            began = self._env.now
-            if self._waiting or len(self._answers) >= service.max_seqs:  # nobody can come in
-                yield self._env.timeout(steps * step)
+            elif self._answers:
+                yield from self._decode()
             else:
                 self._wake = self._env.event()
-                yield self._env.timeout(steps * step) | self._wake
-                if (passed := self._env.now - began) < steps * step:
-                    steps = min(steps, int(passed / step) + 1)
-                    yield self._env.timeout(max(0.0, began + steps * step - self._env.now))
-            self._step(steps)
+                yield self._wake
 
-    def _admit(self) -> None:
-        service, size = self._service, self._service.block_size
-        while self._waiting:
-            job = self._waiting[0]
-            call = job.call
-            if len(self._prompts) + len(self._answers) >= service.max_seqs:
-                return
-            known = min(self._cache.known(call.prefix), (call.prompt_tokens - 1) // size)
-            own = -(-(call.prompt_tokens + call.output_tokens) // size) - known
-            if not self._cache.take(call.prefix, own):
-                return
-            self._waiting.popleft()
-            job.own, job.left = own, call.output_tokens
-            job.cached = job.computed = known * size
-            self._prompts.append(job)
+    def _decode(self) -> Process:
+        """Steps without a prompt, until the first answer is complete or somebody comes in."""
+        service, env, began = self._service, self._env, self._env.now
+        step = service.step_s(len(self._answers))
+        steps = min(job.left for job in self._answers)
+        if self._waiting or len(self._answers) >= service.max_seqs:  # nobody can come in
+            yield env.timeout(steps * step)
+        else:
+            self._wake = env.event()
+            yield env.timeout(steps * step) | self._wake
+            if (passed := env.now - began) < steps * step:
+                steps = min(steps, int(passed / step) + 1)
+                yield env.timeout(max(0.0, began + steps * step - env.now))
+        self._step(steps)
 
     def _plan(self) -> tuple[float, list[tuple[_Job, int]]]:
-        """The time of the next step, and the tokens that it computes of each prompt."""
+        """The time of the next step, and the tokens that it computes of each prompt.
+
+        Who waits is admitted while there are tokens left, and knows what is computed by then.
+        """
         service = self._service
-        alone = len(self._prompts) == 1 and not self._answers and not self._waiting
+        alone = len(self._prompts) + len(self._answers) + len(self._waiting) == 1
         budget = service.max_step_tokens * (_LONE_FACTOR if alone else 1) - len(self._answers)
         seconds, planned, ends = 0.0, [], 0
-        for job in self._prompts:
+        for job in chain(tuple(self._prompts), iter(self._admit, None)):
             tokens = min(max(budget, 1), job.call.prompt_tokens - job.computed)
             seconds += service.prompt_s(tokens, job.computed)
             seconds += service.request_s * (job.computed == job.cached)
@@ -128,6 +117,23 @@ class _Replica:
             if budget <= 0:
                 break
         return seconds + service.step_s(len(self._answers) + ends), planned
+
+    def _admit(self) -> _Job | None:
+        """The one that has waited longest, if there is a place and room for it."""
+        service, size = self._service, self._service.block_size
+        if not self._waiting or len(self._prompts) + len(self._answers) >= service.max_seqs:
+            return None
+        job, call = self._waiting[0], self._waiting[0].call
+        reusable = min(call.prefix_tokens, call.prompt_tokens - 1) // size
+        known = min(self._cache.known(call.prefix), reusable)
+        own = -(-(call.prompt_tokens + call.output_tokens) // size) - known
+        if not self._cache.take(call.prefix, own):
+            return None
+        self._waiting.popleft()
+        job.own, job.left = own, call.output_tokens
+        job.cached = job.computed = known * size
+        self._prompts.append(job)
+        return job
 
     def _advance(self, computed: Sequence[tuple[_Job, int]]) -> None:
         """Record a step's prompts; a finished one brings the first token of its answer."""
