@@ -43,12 +43,12 @@ from ropewalk.load_tests.run.options import add, count, counts
 from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
 from ropewalk.report.svg import svg
 
-_SHARE = 0.7  # of what the slowest policy answers at most: the rate unless one is asked for
+_SHARE = 0.6  # of what the slowest policy answers at most: the rate unless one is asked for
 _EPILOG = """\
 The first table has, for each number of replicas and each way to choose among them, the most
 requests that a replica answers, which is when it always has --concurrency of them; and hits and
 waits when requests come at random moments, --rate a second for each replica. By default that is
-70 % of what the slowest answers at most. The second table compares: predicted, measured, and by
+60 % of what the slowest answers at most. The second table compares: predicted, measured, and by
 how much the prediction is off.
 
 Exit status: 0, or 2 when nothing could be measured.
