@@ -93,18 +93,6 @@ def predict(service: Service, case: Case) -> ByPolicy:
     }
 
 
-async def observe(
-    servers: Sequence[Server], service: Service, case: Case, vocab_size: int
-) -> ByPolicy:
-    """Each policy's figures, measured. Raises Unreachable."""
-    traffic, profile = case.traffic, case.traffic.profile(case.replicas)
-    trace = traffic.trace(case.replicas, case.count, case.seed)
-    return {
-        name: figures(await dispatch(servers, policy, trace, profile, case.seed, vocab_size))
-        for name, policy in _policies(service, case).items()
-    }
-
-
 def rate_of(busy: ByPolicy, replicas: int) -> float:
     """The requests per second of a replica under which every policy has some rest."""
     return _SHARE * min(each.requests_per_s for each in busy.values()) / replicas
@@ -158,28 +146,36 @@ async def _measure(
 ) -> tuple[Service, float, list[Row] | None]:
     """Service times, all servers at once; with several, the rate and the figures of `like` too.
 
-    Other work on the machine changes times, so they are taken before, between and after the loads.
+    Other work on the machine changes times, so they are taken again after every load.
     """
     facts = await facts_of((await arms_of(servers[0], ()))[0])
     vocab_size = facts.vocab_size or 32_000
+    taken: list[Service] = []
 
-    async def times(when: str) -> list[Service]:
-        progress.start(f"measuring the times of {len(servers)} servers {when}")
-        each = (measure(one, like.traffic, vocab_size, f"{like.seed} {when}") for one in servers)
-        return list(await asyncio.gather(*each))
+    async def take_times() -> None:
+        progress.start(f"measuring the times of {len(servers)} servers")
+        seed = f"{like.seed} {len(taken)}"
+        each = (measure(one, like.traffic, vocab_size, seed) for one in servers)
+        taken.extend(await asyncio.gather(*each))
 
-    before = await times("before")
+    async def observe(case: Case) -> ByPolicy:
+        profile = case.traffic.profile(case.replicas)
+        trace = case.traffic.trace(case.replicas, case.count, case.seed)
+        found = {}
+        for name, policy in _policies(taken[0], case).items():
+            progress.start(f"sending {case.count} requests, {profile.label}, by {name}")
+            answered = await dispatch(servers, policy, trace, profile, case.seed, vocab_size)
+            found[name] = figures(answered)
+            await take_times()
+        return found
+
+    await take_times()
     if len(servers) < 2:
-        return mean(before), like.traffic.rate, None
-    service = mean(before)
-    rate = like.traffic.rate or rate_of(predict(service, like.at(0)), like.replicas)
-    progress.start(f"sending {like.count} requests under each policy, as many as they answer")
-    busy = await observe(servers, service, like.at(0), vocab_size)
-    between = await times("between")
-    progress.start(f"the same at {rate * like.replicas:.3g} requests a second")
-    rated = await observe(servers, service, like.at(rate), vocab_size)
-    after = await times("after")
-    return mean([*before, *between, *after]), rate, _joined(like, busy, rated)
+        return mean(taken), like.traffic.rate, None
+    busy = await observe(like.at(0))
+    rate = like.traffic.rate or rate_of(busy, like.replicas)
+    rated = await observe(like.at(rate))
+    return mean(taken), rate, _joined(like, busy, rated)
 
 
 def _joined(case: Case, busy: ByPolicy, rated: ByPolicy) -> list[Row]:

@@ -9,12 +9,15 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
+import numpy.typing as npt
 
 from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
 from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
 from ropewalk.load_tests.plan.traffic import Traffic
 from ropewalk.load_tests.workload.arrivals import drive
 from ropewalk.load_tests.workload.prompts import PromptMaker
+
+Floats = npt.NDArray[np.float64]
 
 BATCHES = (1, 2, 4, 8, 16)
 _OUTPUT = 24  # tokens of each request of a batch
@@ -83,7 +86,7 @@ def mean(found: Sequence[Service]) -> Service:
 async def measure(server: Server, traffic: Traffic, vocab_size: int, seed: str) -> Service:
     """Time prompts of up to traffic's length alone, batches of them, and requests like traffic's.
 
-    Raises Unreachable, also when a request fails.
+    The server must cache prefixes. Raises Unreachable, also when a request fails.
     """
     maker, context = PromptMaker(seed, "ids", vocab_size), traffic.prompt_tokens
     alone = [
@@ -92,37 +95,55 @@ async def measure(server: Server, traffic: Traffic, vocab_size: int, seed: str) 
     ]
     shared = maker.pieces(context - 1)
     steps = [(batch, await _step_s(server, maker, shared, batch)) for batch in BATCHES]
-    lengths, seconds = (np.array(column, float) for column in zip(*alone, strict=True))
-    pair_s, token_s, start_s = _fit(lengths, seconds)
+    known = await _busy(server, maker, traffic, alike=True)
+    unknown = await _busy(server, maker, traffic, alike=False)
     cards = (await get_json(server, "/v1/cache"))["data"]
     (cache,) = (card for card in cards if server.model in (None, card["model"]))
-    found = Service(
-        steps=tuple(steps),
-        token_s=token_s,
-        pair_s=pair_s,
-        request_s=0.0,
-        way_s=0.0,
-        blocks=sum(cache["blocks"].values()),
-        block_size=cache["block_size"],
-    )
-    request_s = await _request_s(server, maker, traffic, found)
+    found = deduce(traffic, alone, steps, known, unknown)
+    blocks = sum(cache["blocks"].values())
+    return replace(found, blocks=blocks, block_size=cache["block_size"])
+
+
+def deduce(
+    traffic: Traffic,
+    alone: Sequence[tuple[int, float]],
+    steps: Sequence[tuple[int, float]],
+    known: tuple[int, float],
+    unknown: tuple[int, float],
+) -> Service:
+    """Times from those to the first token `alone`, of `steps`, and of a busy server's requests.
+
+    All are (tokens of a prompt that are computed, or requests in a step; seconds). What tokens and
+    requests take is found where it counts: from how many requests a busy server answers when it
+    knows the beginnings of all, and when it knows none.
+    """
+    pair_s, start_s = _fit(*(np.array(column, float) for column in zip(*alone, strict=True)))
+    found = Service(tuple(steps), 0.0, pair_s, 0.0, 0.0, 0, 0)
+
+    def prompt_s(tokens: int) -> float:
+        return found.prompt_s(tokens, traffic.prompt_tokens - tokens)
+
+    (fewer, fast), (more, slow) = known, unknown
+    token_s = (slow - fast - prompt_s(more) + prompt_s(fewer)) / (more - fewer)
+    found = replace(found, token_s=max(0.0, token_s))
+    steps_s = traffic.output_tokens * found.step_s(traffic.concurrency) / traffic.concurrency
+    request_s = max(0.0, fast - steps_s - prompt_s(fewer))
     way_s = max(0.0, start_s - found.step_s(1) - request_s)
     return replace(found, request_s=request_s, way_s=way_s)
 
 
-def _fit(lengths: "np.ndarray", seconds: "np.ndarray") -> tuple[float, float, float]:
-    """Of seconds = start + length · token + length² / 2 · pair, none below 0: pair, token, start.
+def _fit(lengths: Floats, seconds: Floats) -> tuple[float, float]:
+    """Of seconds = start + length · token + length² / 2 · pair, none below 0: pair and start.
 
     Relative errors count, or the longest prompt would decide alone.
     """
-    for columns in ((lengths**2 / 2, lengths, np.ones_like(lengths)), (lengths, lengths**0)):
-        found = np.linalg.lstsq(
-            np.stack(columns, 1) / seconds[:, None], np.ones_like(seconds), rcond=None
-        )[0]
+    pair = (lengths**2 / 2,)
+    for columns in ((lengths**0, lengths, *pair), (lengths**0, lengths)):
+        found = np.linalg.lstsq(np.stack(columns, 1) / seconds[:, None], seconds**0, rcond=None)[0]
         if (found >= 0).all():
             break
-    pair, token, start = (0.0, *found)[-3:]
-    return max(0.0, float(pair)), max(0.0, float(token)), max(0.0, float(start))
+    start, _, *curved = (max(0.0, float(value)) for value in found)
+    return (curved[0] if curved else 0.0), start
 
 
 async def _first_token_s(server: Server, maker: PromptMaker, tokens: int) -> float:
@@ -149,27 +170,28 @@ async def _step_s(
     return fmean(gaps) if gaps else (outcomes[0].ended - outcomes[0].chunks[0][0]) / (_OUTPUT - 1)
 
 
-async def _request_s(
-    server: Server, maker: PromptMaker, traffic: Traffic, service: Service
-) -> float:
-    """What a request costs besides tokens and steps, by how many are answered at most.
-
-    They are those of `traffic`, but all with the same beginning.
+async def _busy(
+    server: Server, maker: PromptMaker, traffic: Traffic, *, alike: bool
+) -> tuple[int, float]:
+    """Of traffic's requests while others always wait: tokens of a prompt that are computed, and
+    seconds for each request. The prompts begin `alike`, or none is known.
     """
-    prefix = maker.pieces(traffic.prefix_tokens)
-    length, output, workers = traffic.prompt_tokens, traffic.output_tokens, traffic.concurrency
-    await _ask(server, Request(maker.prompt(length, prefix), length, 1))
-    plan = [Request(maker.prompt(length, prefix), length, output) for _ in range(workers * _EACH)]
+    prefix = maker.pieces(traffic.prefix_tokens) if alike else ()
+    length, workers = traffic.prompt_tokens, traffic.concurrency
+    requests = [
+        Request(maker.prompt(length, prefix), length, traffic.output_tokens)
+        for _ in range(1 + workers * _EACH)
+    ]
+    await _ask(server, requests.pop())
 
     async def send(request: Request, intended: float) -> Outcome:
         return await _ask(server, request)
 
     profile = Profile("closed", concurrency=workers)
-    driven = await drive(Plan(tuple(plan), None), profile, "", send)
-    each = (driven.steady_to - driven.steady_from) / (len(plan) - workers)
-    computed = length - round(fmean(outcome.cached_tokens or 0 for outcome in driven.outcomes))
-    known = output * service.step_s(workers) / workers
-    return max(0.0, each - known - service.prompt_s(computed, length - computed))
+    driven = await drive(Plan(tuple(requests), None), profile, "", send)
+    cached = fmean(outcome.cached_tokens or 0 for outcome in driven.outcomes)
+    seconds = driven.steady_to - driven.steady_from
+    return length - round(cached), seconds / (len(requests) - workers)
 
 
 async def _ask(server: Server, request: Request) -> Outcome:

@@ -225,22 +225,39 @@ class Served:
         return {"data": [{"model": "m", "block_size": 16, "blocks": blocks}]}
 
 
-def test_times_are_found_again(monkeypatch, tmp_path):
-    timed = Service(((1, 0.01),), 2e-3, 1e-5, 0.0, 0.5, 10, 16)
-    Served(monkeypatch, timed)
-    server = Server("127.0.0.1", 1, DIALECTS["openai"], "m")
-    traffic = Traffic(prefix_tokens=300, tail_tokens=20, concurrency=1)
-    found = asyncio.run(service.measure(server, traffic, 1000, "seed"))
-    assert [batch for batch, _ in found.steps] == list(service.BATCHES)
-    assert [seconds for _, seconds in found.steps] == pytest.approx([0.01] * len(found.steps))
-    assert (found.token_s, found.pair_s) == pytest.approx((2e-3, 1e-5))
-    assert found.request_s + found.way_s == pytest.approx(0.5)
-    assert (found.blocks, found.block_size) == (10, 16)
+def test_times_are_found_again(tmp_path):
+    traffic = Traffic(prefix_tokens=300, tail_tokens=20, output_tokens=8, concurrency=2)
+    steps = ((1, 0.01), (2, 0.012), (4, 0.02))
+    timed = Service(steps, 2e-3, 1e-5, 0.004, 0.5, 0, 0)
+    alone = [
+        (n, timed.way_s + timed.request_s + timed.step_s(1) + timed.prompt_s(n, 0))
+        for n in (20, 80, 160, 320)
+    ]
+    known, unknown = (
+        (n, timed.request_s + timed.prompt_s(n, 320 - n) + 8 * timed.step_s(2) / 2)
+        for n in (32, 320)
+    )
+    found = service.deduce(traffic, alone, steps, known, unknown)
+    for name in ("token_s", "pair_s", "request_s", "way_s"):
+        assert getattr(found, name) == pytest.approx(getattr(timed, name)), name
+    bent = [(n, 0.1 + 0.001 * n - 1e-7 * n * n) for n in (20, 80, 160, 320)]
+    assert service.deduce(traffic, bent, steps, known, unknown).pair_s == 0
     found.write(tmp_path / "times.json")
     assert service.read(tmp_path / "times.json") == found
     (tmp_path / "times.json").write_text('{"steps": [[1]]}')
     with pytest.raises(ValueError, match=r"times\.json does not hold service times"):
         service.read(tmp_path / "times.json")
+
+
+def test_a_server_is_measured(monkeypatch):
+    served = Served(monkeypatch, STEPS)
+    server = Server("127.0.0.1", 1, DIALECTS["openai"], "m")
+    traffic = Traffic(prefix_tokens=300, tail_tokens=20, concurrency=2)
+    found = asyncio.run(service.measure(server, traffic, 1000, "seed"))
+    assert [batch for batch, _ in found.steps] == list(service.BATCHES)
+    assert [seconds for _, seconds in found.steps] == pytest.approx([0.01] * len(found.steps))
+    assert (found.blocks, found.block_size) == (10, 16)
+    assert {length for _, length in served.asked} == {20, 80, 160, 320}
 
 
 def test_a_trace_is_sent_where_the_policy_says(monkeypatch):
