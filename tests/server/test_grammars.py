@@ -21,7 +21,7 @@ from ropewalk.server.structured.vocabulary import vocabulary_of
 from tests.model.tokenizers.hf_samples import byte_level, llama
 from tests.model.tokenizers.samples import train_spm
 from tests.model.tokenizers.test_gguf_vocab import bpe_fields, spm_fields
-from tests.server.grammars import Drawing, compiled, grammars_of, random_answer
+from tests.server.grammars import Drawing, compiled, follows, grammars_of, random_answer
 from tests.server.toy import ByteTokenizer, complete, toy, toy_app
 
 TOKENIZERS = {
@@ -125,6 +125,39 @@ def test_json_has_no_more_than_a_space_or_an_indented_line_between_its_parts(byt
     assert usual and all(re.fullmatch(r" |\n[ \t]{0,32}", each) for each in usual)
     assert spaces(Grammar(Kind.JSON_SCHEMA, schema, "")) == set()
     assert spaces(Grammar(Kind.JSON_SCHEMA, schema, "\t")) == {"\t"}
+
+
+NAMED = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "type": "object"}
+CLOSED = [
+    (NAMED, '{"a": 1'),
+    ({"$ref": "#/$defs/named", "$defs": {"named": NAMED}}, '{"a": 1'),
+    ({"type": "array", "items": NAMED}, '[{"a": 1'),
+    ({"anyOf": [{"type": "null"}, NAMED]}, '{"a": 1'),
+    ({"allOf": [{"$ref": "#/$defs/named"}], "$defs": {"named": NAMED}}, '{"a": 1'),
+    ({"properties": {"inner": NAMED}, "type": "object"}, '{"inner": {"a": 1'),
+]
+OPEN = [
+    {**NAMED, "additionalProperties": True},
+    {**NAMED, "patternProperties": {"^b": {}}},
+    {**NAMED, "required": ["a", "b"]},
+    {"allOf": [NAMED, {"properties": {"b": {}}, "required": ["b"]}]},
+    {**NAMED, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
+    {**NAMED, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}, "required": ["b"]}}},
+    {"type": "object"},
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), CLOSED)
+def test_an_object_has_the_properties_that_its_schema_names(bytes_model, schema, text):
+    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    assert follows(start, ByteTokenizer(), text + "}")
+    assert not follows(start, ByteTokenizer(), text + ",")
+
+
+@pytest.mark.parametrize("schema", OPEN)
+def test_an_object_may_have_others_where_its_schema_speaks_of_them(bytes_model, schema):
+    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    assert follows(start, ByteTokenizer(), '{"a": 1, "b": 2')
 
 
 def chain(rule, link, count, last):
