@@ -230,18 +230,18 @@ def _parser() -> argparse.ArgumentParser:
     slack = "requests more than elsewhere that a known prefix is worth (default: %(default)s)"
     add(options, "--slack N", count, 4, slack)
     sizes = options.add_argument_group("traffic", "of each replica's clients; lengths in tokens")
-    for flag, kind, meaning in (
-        ("--prefixes", int, "beginnings that prompts share"),
+    for flag, parse, meaning in (
+        ("--prefixes", count, "beginnings that prompts share"),
         ("--skew", float, "of their popularity: 0 is even, 1 is Zipf's law"),
-        ("--prefix-tokens", int, "of a beginning"),
-        ("--tail-tokens", int, "of the rest of a prompt"),
-        ("--output-tokens", int, "of an answer"),
-        ("--concurrency", int, "requests always under way, for the most that a replica answers"),
+        ("--prefix-tokens", count, "of a beginning"),
+        ("--tail-tokens", count, "of the rest of a prompt"),
+        ("--output-tokens", count, "of an answer"),
+        ("--concurrency", count, "requests always under way, for the most that a replica answers"),
         ("--rate", float, "requests a second at random moments; 0: by what is answered at most"),
     ):
         default = getattr(Traffic(), flag.removeprefix("--").replace("-", "_"))
         shown = f"{meaning} (default: %(default)s)"
-        sizes.add_argument(flag, type=kind, default=default, metavar="N", help=shown)
+        sizes.add_argument(flag, type=parse, default=default, metavar="N", help=shown)
     add(options, "--seed TEXT", str, "plan", "of the traffic (default: plan)")
     add(options, "--out NAME", str, None, "write NAME.json, NAME.service.json and NAME.svg")
     return options

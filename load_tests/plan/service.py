@@ -86,12 +86,12 @@ def mean(found: Sequence[Service]) -> Service:
 async def measure(server: Server, traffic: Traffic, vocab_size: int, seed: str) -> Service:
     """Time prompts of up to traffic's length alone, batches of them, and requests like traffic's.
 
-    The server must cache prefixes. Raises Unreachable, also when a request fails.
+    Raises Unreachable, also when a request fails, and ValueError if it caches no prefixes.
     """
     maker, context = PromptMaker(seed, "ids", vocab_size), traffic.prompt_tokens
     alone = [
         (tokens, median([await _first_token_s(server, maker, tokens) for _ in range(_TIMES)]))
-        for tokens in (context // 16, context // 4, context // 2, context)
+        for tokens in (-(-context // 16), context // 4, context // 2, context)
     ]
     shared = maker.pieces(context - 1)
     steps = [(batch, await _step_s(server, maker, shared, batch)) for batch in BATCHES]
@@ -115,7 +115,7 @@ def deduce(
 
     All are (tokens of a prompt that are computed, or requests in a step; seconds). What tokens and
     requests take is found where it counts: from how many requests a busy server answers when it
-    knows the beginnings of all, and when it knows none.
+    knows the beginnings of all, and when it knows none. Raises ValueError if it never knows one.
     """
     pair_s, start_s = _fit(*(np.array(column, float) for column in zip(*alone, strict=True)))
     found = Service(tuple(steps), 0.0, pair_s, 0.0, 0.0, 0, 0)
@@ -124,6 +124,8 @@ def deduce(
         return found.prompt_s(tokens, traffic.prompt_tokens - tokens)
 
     (fewer, fast), (more, slow) = known, unknown
+    if more <= fewer:
+        raise ValueError("the server finds no prefix again; start it with --prefix-sharing")
     token_s = (slow - fast - prompt_s(more) + prompt_s(fewer)) / (more - fewer)
     found = replace(found, token_s=max(0.0, token_s))
     steps_s = traffic.output_tokens * found.step_s(traffic.concurrency) / traffic.concurrency

@@ -242,6 +242,8 @@ def test_times_are_found_again(tmp_path):
         assert getattr(found, name) == pytest.approx(getattr(timed, name)), name
     bent = [(n, 0.1 + 0.001 * n - 1e-7 * n * n) for n in (20, 80, 160, 320)]
     assert service.deduce(traffic, bent, steps, known, unknown).pair_s == 0
+    with pytest.raises(ValueError, match="finds no prefix again"):
+        service.deduce(traffic, alone, steps, unknown, unknown)
     found.write(tmp_path / "times.json")
     assert service.read(tmp_path / "times.json") == found
     (tmp_path / "times.json").write_text('{"steps": [[1]]}')
