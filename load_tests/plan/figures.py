@@ -95,7 +95,7 @@ def off(predicted: float, measured: float) -> str:
     """+12 %: the prediction is that much above the measurement."""
     if not measured:
         return "–"
-    return f"{100 * (predicted / measured - 1):+.0f} %".replace("-", "−")
+    return f"{round(100 * (predicted / measured - 1)):+d} %".replace("-", "−")
 
 
 def summary(service: Service) -> str:
