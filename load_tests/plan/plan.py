@@ -22,7 +22,7 @@ from pathlib import Path
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, split_base_url
 from ropewalk.load_tests.client.environment import environment
-from ropewalk.load_tests.client.facts import arms_of, facts_of
+from ropewalk.load_tests.client.facts import variants_of, facts_of
 from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.plan.dispatch import dispatch
@@ -148,7 +148,7 @@ async def _measure(
 
     Other work on the machine changes times, so they are taken again after every load.
     """
-    facts = await facts_of((await arms_of(servers[0], ()))[0])
+    facts = await facts_of((await variants_of(servers[0], ()))[0])
     vocab_size = facts.vocab_size or 32_000
     taken: list[Service] = []
 
@@ -188,7 +188,7 @@ async def _servers(
     """Those at the URLs, or two that are started and stopped again."""
     if args.url:
         found = [_server(*split_base_url(url)) for url in args.url]
-        return [(await arms_of(server, ()))[0].server for server in found]  # their first models
+        return [(await variants_of(server, ()))[0].server for server in found]  # their first models
     logs = Path(stopping.enter_context(tempfile.TemporaryDirectory()))
     servers = [_server(process.HOST, process.free_port()) for _ in range(2)]
     for server in servers:
