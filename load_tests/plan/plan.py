@@ -22,7 +22,7 @@ from pathlib import Path
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, split_base_url
 from ropewalk.load_tests.client.environment import environment
-from ropewalk.load_tests.client.facts import variants_of, facts_of
+from ropewalk.load_tests.client.facts import facts_of, variants_of
 from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.plan.dispatch import dispatch
@@ -80,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Unreachable, StartFailed, ValueError, OSError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
