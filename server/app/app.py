@@ -50,6 +50,7 @@ from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
 
+Application = FastAPI
 MAX_BODY = 4 << 20  # bytes, where the configuration sets no limit
 
 
@@ -95,7 +96,7 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.drain = drain
+    app.state.drain, app.state.models = drain, models
     door = Door(dict.fromkeys(models.names.values()), engine.outlook)
     hosts, keys = Hosts(options.allowed_hosts), Keys(options.api_keys)
 

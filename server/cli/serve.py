@@ -98,7 +98,7 @@ SETTINGS: tuple[Variable, ...] = (
         "requests use",
         Value(model_source, "model"),
         shown=f"{DEFAULT_MODEL}, or none with --models-dir",
-        default=[],
+        default=(),
         nargs=-1,
     ),
     _model(

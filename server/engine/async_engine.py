@@ -80,7 +80,7 @@ class _Flush:
 class _Put:
     model: str
     engine: Engine | None  # None: none any more
-    answer: "asyncio.Future[Engine | None]"  # the one before; touched by the event loop only
+    answer: "asyncio.Future[None]"  # touched by the event loop only
 
 
 _Command = _Submit | _Abort | _Look | _Flush | _Put
@@ -254,19 +254,18 @@ class AsyncEngine:
 
     async def add(self, model: str, engine: Engine) -> None:
         """From now on requests for the model go to this engine. Raises ServeError."""
-        answer: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await self._ask(_Put(model, engine, answer), answer)
 
-    async def remove(self, model: str) -> Engine | None:
-        """Takes a model's engine out and returns it; streams that are open end with an error.
+    async def remove(self, model: str) -> None:
+        """Lets go of a model's engine; streams that are open end with an error.
 
-        The engine's memory is the caller's to free. Raises ServeError.
+        Raises ServeError.
         """
-        answer: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
-        engine = await self._ask(_Put(model, None, answer), answer)
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._ask(_Put(model, None, answer), answer)
         left = [name for name, part in self._parts.items() if part.stream.model == model]
         self._dispatch([_ended(name, _unloaded(model)) for name in left])
-        return engine
 
     async def _ask(self, question: _Look | _Flush | _Put, answer: "asyncio.Future[T]") -> T:
         self._require_running()
@@ -397,7 +396,6 @@ class AsyncEngine:
 
     def _put(self, command: _Put) -> None:
         model = command.model
-        before = self._engines.get(model)
         others = {name: engine for name, engine in self._engines.items() if name != model}
         if command.engine is None:
             self._engines = others
@@ -406,7 +404,7 @@ class AsyncEngine:
             self._engines = others | {model: command.engine}
             self._outlooks[model] = command.engine.outlook()
         self._stepped[model] = time.monotonic()
-        self._call(_settle, command.answer, before)
+        self._call(_settle, command.answer, None)
 
     def _flush(self, model: str) -> int | ServeError:
         engine = self._engines.get(model)

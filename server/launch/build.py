@@ -28,7 +28,7 @@ from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
-from ropewalk.server.app.app import create_app, own_version
+from ropewalk.server.app.app import Application, create_app, own_version
 from ropewalk.server.app.cache_plan import CachePlanner
 from ropewalk.server.app.operations import Loader
 from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
@@ -86,20 +86,13 @@ def run(
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     metrics = Metrics(ALIASES[config.metrics_compat])
-    for source in config.others:  # whoever starts the server is told of a wrong path
-        require(source)
-    loaded = load_models(config, metrics)
     server: Server | None = None
 
     def stop() -> None:
         if server is not None:
             server.should_exit = True
 
-    engine = engine_of(config, loaded, metrics, stop)
-    planners = {model.served.name: model.planner for model in loaded}
-    place = loaded[0].place if loaded else _any_place(config.loading)
-    models, loader = _models(config, loaded, engine, metrics, planners)
-    app = create_app(models, engine, metrics, config.http, place, planners, traces, loader)
+    app, engine, facts = application(config, metrics, stop, traces)
     port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,
@@ -112,11 +105,32 @@ def run(
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
     url = listen.local_url(config.host, port, tls=tls is not None)
-    announce = partial(_announce, config, [model.facts for model in loaded], url)
+    announce = partial(_announce, config, facts, url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
     return ENGINE_FAILED if engine.failure else 0
+
+
+def application(
+    config: ServerConfig,
+    metrics: Metrics,
+    on_failure: Callable[[], None],
+    traces: Traces | None = None,
+) -> tuple[Application, AsyncEngine, list[ModelFacts]]:
+    """Over the models that are loaded at the start, whose facts are returned too.
+
+    Raises CommandError.
+    """
+    for source in config.others:  # whoever starts the server is told of a wrong path
+        require(source)
+    loaded = load_models(config, metrics)
+    engine = engine_of(config, loaded, metrics, on_failure)
+    planners = {model.served.name: model.planner for model in loaded}
+    place = loaded[0].place if loaded else _any_place(config.loading)
+    models, loader = _models(config, loaded, engine, metrics, planners)
+    app = create_app(models, engine, metrics, config.http, place, planners, traces, loader)
+    return app, engine, [model.facts for model in loaded]
 
 
 def _models(
@@ -127,14 +141,13 @@ def _models(
     planners: dict[str, CachePlanner],
 ) -> tuple[Models, Loader | None]:
     """The models to serve, and who loads and unloads them if that is wanted."""
-    served = [model.served for model in loaded]
     if not config.come_and_go:
-        return Models(served), None
+        return Models(model.served for model in loaded), None
     # Late: few servers need it.
     from ropewalk.server.launch.registry import Registry
 
     registry = Registry(
-        config, served, engine, metrics, planners, partial(_load_one, config, metrics)
+        config, loaded, engine, metrics, planners, partial(_load_one, config, metrics)
     )
     return registry, registry
 

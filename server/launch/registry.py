@@ -64,22 +64,23 @@ class Registry(Models):
     def __init__(
         self,
         config: ServerConfig,
-        served: Sequence[Served],
+        loaded: Sequence["Loaded"],
         engine: AsyncEngine,
         metrics: Metrics,
         planners: dict[str, CachePlanner],
         load: Load,
     ) -> None:
-        """served: those of the configuration's models that are in `engine` already.
+        """loaded: those of the configuration's models that are in `engine` already.
 
         planners: by model; kept as models come and go.
         """
-        super().__init__(served)
+        super().__init__(one.served for one in loaded)
+        self._loaded = {one.served.name: one for one in loaded}
         sources = (*config.models, *config.others)
         self.names = all_names((source.name, source.aliases) for source in sources)
         self._places = {source.name: _Place(source) for source in sources}
-        for one in served:
-            self._places[one.name].status = Status.LOADED
+        for name in self._loaded:
+            self._places[name].status = Status.LOADED
         self._most = config.max_models
         self._autoload = config.models_autoload
         self._patience = config.limits.max_queue_time
@@ -156,9 +157,10 @@ class Registry(Models):
 
     def _refusal(self, place: _Place) -> ModelNotLoaded:
         name = place.source.name
-        if place.status is not Status.UNLOADED:
+        full = self._full()
+        if place.status is Status.UNLOADING or (place.status is Status.LOADING and not full):
             return _later(f"{name} is {place.status.value}")
-        if not self._autoload:
+        if place.status is Status.UNLOADED and not self._autoload:
             return ModelNotLoaded(
                 f"{name} is not loaded; an operator can load it with POST /v1/models/load, or "
                 "start the server with --models-autoload",
@@ -200,7 +202,7 @@ class Registry(Models):
                 if not await self._has_room():
                     return
                 began = time.monotonic()
-                await self._take_in(name, await self._beside(self._loaded, place.source))
+                await self._take_in(name, await self._beside(self._loaded_now, place.source))
             status = Status.LOADED
             log.info("loaded %s in %.1f s", name, time.monotonic() - began)
         except (CommandError, ServeError) as error:
@@ -212,7 +214,7 @@ class Registry(Models):
             place.status = status
             self._tell()
 
-    def _loaded(self, source: ModelSource) -> "Loaded":
+    def _loaded_now(self, source: ModelSource) -> "Loaded":
         """Called in the thread. Raises CommandError."""
         try:
             return self._load_one(source, len(self._served), self._check)
@@ -234,12 +236,13 @@ class Registry(Models):
         await self._engine.add(name, loaded.engine)
         self._planners[name] = loaded.planner
         self._served[name] = loaded.served
+        self._loaded[name] = loaded
 
     async def _has_room(self) -> bool:
         """Waits until there is room for one more, and makes it as soon as a model is idle."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
-                while self._count(Status.LOADED, Status.UNLOADING) >= self._most:
+                while self._full():
                     idle = [
                         place
                         for place in self._places.values()
@@ -252,6 +255,9 @@ class Registry(Models):
                 return True
         return False
 
+    def _full(self) -> bool:
+        return self._count(Status.LOADED, Status.UNLOADING) >= self._most
+
     def _count(self, *statuses: Status) -> int:
         return sum(place.status in statuses for place in self._places.values())
 
@@ -262,10 +268,10 @@ class Registry(Models):
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await self._until(lambda: not place.uses)
-            parts = [self._served.pop(name), self._planners.pop(name)]
-            parts.append(await self._engine.remove(name))
+            del self._served[name], self._planners[name]
+            await self._engine.remove(name)
             self._metrics.remove_model(name)
-            await self._beside(_free, parts)
+            await self._beside(_free, [self._loaded.pop(name)])
             log.info("unloaded %s", name)
         except Exception:
             log.exception("%s could not be unloaded cleanly", name)
@@ -292,7 +298,7 @@ def _later(said: str, seconds: int = RESTART_SECONDS) -> ModelNotLoaded:
     return ModelNotLoaded(f"{said}; send the request again in {seconds} s", retry_after=seconds)
 
 
-def _free(parts: list[object]) -> None:
-    """Lets go of the last that a model consists of: to free so much memory takes a while."""
-    parts.clear()
+def _free(last: list[object]) -> None:
+    """Lets go of what only the list holds: to free so much memory takes a while."""
+    last.clear()
     return_freed_memory()
