@@ -111,19 +111,18 @@ SETTINGS: tuple[Variable, ...] = (
     ),
     _model(
         "--models-dir",
-        "folder of further models, .gguf files and folders with config.json, none of which is "
-        "loaded at the start: POST /v1/models/load loads them, or --models-autoload",
+        "folder of further models, .gguf files and folders with config.json: none is loaded at the "
+        "start, but each may be later",
         Value(models_in, "folder"),
         (),
         "none",
     ),
     _model(
         "--max-models",
-        "models in memory at the same time, each with as large a part of the cache's memory: those "
-        "named first are loaded at the start, and one that is loaded later replaces the least "
-        "recently used one that is answering nothing. With this option or --models-dir, whoever "
-        "may send requests may load and unload models with POST /v1/models/load and "
-        "/v1/models/unload",
+        "models in memory at the same time; the first ones named are loaded at the start, and one "
+        "that is loaded later replaces the least recently used one that is not answering. With "
+        "this option, --models-dir or --models-autoload, clients may load and unload models: "
+        "POST /v1/models/load and /v1/models/unload",
         count(1, 1024),
         shown="all that are named, or 4 with --models-dir if that is more",
     ),
