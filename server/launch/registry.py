@@ -96,7 +96,8 @@ class Registry(Models):
         self._closing = False
 
     def __iter__(self) -> Iterator[Served]:
-        return (self._served[name] for name in self._places if name in self._served)
+        places = self._places.items()
+        return (self._served[name] for name, place in places if place.status is Status.LOADED)
 
     def status(self, name: str) -> Mapping[str, object]:
         place = self._places[name]
