@@ -70,7 +70,7 @@ def prepare(
     source: ModelSource,
     device: torch.device,
     kernels: Kernels | str,
-    check: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options.
 
