@@ -289,6 +289,17 @@ def test_an_update_ends_no_request(objects, overlay):
     assert allowed > start["periodSeconds"] * start["failureThreshold"] + waits
 
 
+def test_the_gateway_leads_to_routes_of_clients_alone(everything):
+    (rule,) = everything["HTTPRoute", "ropewalk"]["spec"]["rules"]
+    shown = set(ask(toy_app(), "GET", "/openapi.json").json()["paths"])
+    for match in rule["matches"]:
+        path = match["path"]
+        assert path["value"] in shown
+        if path["type"] == "PathPrefix":
+            reached = {each for each in shown if f"{each}/".startswith(f"{path['value']}/")}
+            assert reached <= {path["value"], "/v1/messages/count_tokens"}
+
+
 def test_the_gateway_is_more_patient_than_the_server(everything):
     (rule,) = everything["HTTPRoute", "ropewalk"]["spec"]["rules"]
     timeout = configured().http.request_timeout_s
