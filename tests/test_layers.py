@@ -100,6 +100,7 @@ ONLY_IN = {  # third-party package: the files that may know it
     ),
     "gguf": ("model/weights/gguf_file.py",),
     "jinja2": ("model/chat/process.py", "report/page.py"),  # never in the server's own process
+    "simpy": ("load_tests/plan/simulate.py",),
     "sentencepiece": (
         "model/tokenizers/spm.py",
         "model/tokenizers/spm_process.py",
