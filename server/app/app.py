@@ -16,9 +16,7 @@ from starlette.types import Scope
 from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import cache_routes
 from ropewalk.server.app.cache_plan import CachePlanner
-from ropewalk.server.app.described import described_routes
 from ropewalk.server.app.embeddings import embedding_routes
-from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
 from ropewalk.server.app.tokens import token_routes
@@ -102,13 +100,9 @@ def create_app(
     serving = Serving(models, engine, metrics, drain, options)
     routers = [openai_routes(serving), translated_routes(serving)]
     routers += [embedding_routes(serving), token_routes(serving)]
-    if place is not None:
-        routers.append(encoding_routes(models, place))
     if planners is not None:
         routers.append(cache_routes(serving, planners))
-    routers.append(operation_routes(serving, own_version()))
-    names = [name for served in models for name in (served.name, *served.aliases)]
-    routers.append(described_routes(names, with_key=bool(options.api_keys)))
+    routers.append(operation_routes(serving, own_version(), place))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]

@@ -10,8 +10,7 @@ from fastapi.responses import JSONResponse
 
 from ropewalk.cache.keeper import SpillCounts
 from ropewalk.server.app.cache_plan import CachePlanner
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.openai import Serving
+from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.engine.cache_view import CacheView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
 from ropewalk.server.errors import DeadlineExceeded

@@ -6,6 +6,7 @@ the context. Times are estimated from the time that a model's first steps took.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 import torch
 
@@ -82,8 +83,13 @@ class CachePlanner:
         self._dtype = dtype
         self._max_context = max_context
         self._speed = speed
-        self._candidates = [Candidate(shape.encoding.name, encoding, own=True), *_others(shape)]
+        self._own = Candidate(shape.encoding.name, encoding, own=True)
         self.bytes_per_token = self._trial({}).kv.bytes_per_token
+
+    @cached_property
+    def _candidates(self) -> list[Candidate]:
+        """Found when they are first asked for: that imports every encoding there is."""
+        return [self._own, *_others(self._shape)]
 
     def question(self, body: CachePlanBody) -> Question:
         """Raises MissingField or InvalidField for a body that does not fit its operation."""

@@ -1,13 +1,16 @@
-"""Routes for operators and their monitoring: health, metrics, version."""
+"""Routes that say how the server is and what it has: health, metrics, encodings, descriptions."""
 
 import asyncio
 import re
 import zlib
+from functools import cache
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
+from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
 from ropewalk.server.app.openai import Serving
+from ropewalk.server.engine.openmp import aside
 from ropewalk.server.errors import NotReady
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
 
@@ -17,8 +20,10 @@ _PAUSE_S = 0.001
 _GZIP = 16 + zlib.MAX_WBITS  # zlib's way to ask for gzip's header
 
 
-def operation_routes(serving: Serving, version: str) -> APIRouter:
+def operation_routes(serving: Serving, version: str, place: Place | None) -> APIRouter:
+    """place: what /v1/encodings describes; without one that route does not exist."""
     router = APIRouter()
+    listed: list[EncodingFacts] = []  # nothing in it changes while the server runs
 
     @router.get("/health/live", response_model=None)
     async def live() -> Response:
@@ -63,7 +68,41 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         """Of Ropewalk."""
         return JSONResponse({"version": version})
 
+    if place is not None:
+
+        @router.get("/v1/encodings", response_model=None)
+        async def encodings() -> Response:
+            """Positional encodings: what they do and cost, and what runs them here."""
+            if not listed:  # this project's, and others that a model is served with
+                listed[:] = await aside(catalogue, place, [one.encoding for one in serving.models])
+            data = [{**as_json(entry), "models": _served_with(serving, entry)} for entry in listed]
+            return JSONResponse(listing(place, data))
+
+    @cache
+    def found(app: FastAPI) -> tuple[bytes, str]:
+        """Described when somebody asks: what it takes to do so is imported then."""
+        from ropewalk.server.app.described import description
+
+        names = [name for served in serving.models for name in (served.name, *served.aliases)]
+        return description(app, names, with_key=bool(serving.options.api_keys))
+
+    @router.get("/openapi.json", response_model=None)
+    async def openapi(request: Request) -> Response:
+        """This description, in OpenAPI."""
+        data, _ = await asyncio.to_thread(found, request.app)
+        return Response(data, media_type="application/json")
+
+    @router.get("/docs", response_model=None, response_class=HTMLResponse)
+    async def docs(request: Request) -> Response:
+        """This description, as a page."""
+        _, page = await asyncio.to_thread(found, request.app)
+        return HTMLResponse(page)
+
     return router
+
+
+def _served_with(serving: Serving, entry: EncodingFacts) -> list[str]:
+    return [served.name for served in serving.models if served.encoding == entry.name]
 
 
 def _weight(header: str, name: str) -> float:

@@ -33,9 +33,8 @@ from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine
-from ropewalk.server.engine.forward_timer import TimedDecoder
 from ropewalk.server.engine.openmp import end_idle_threads
-from ropewalk.server.engine.statistics import Cost, PositionMeter, no_cost
+from ropewalk.server.engine.statistics import Cost, PositionMeter, TimedDecoder, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.middleware import Traces

@@ -32,9 +32,8 @@ AROUND = {
     "model/encodings/common/cost.py",
     "model/watch.py",
     "model/weights/checksums.py",
-    "server/engine/forward_timer.py",
-    "server/engine/integrity.py",
     "server/engine/statistics.py",
+    "server/engine/integrity.py",
     "server/http/access_log.py",
     "server/metrics/exporter.py",
 }
