@@ -25,6 +25,7 @@ from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
+from ropewalk.server.http.door import Door, Shedder
 from ropewalk.server.http.middleware import (
     Addressed,
     Admission,
@@ -40,12 +41,10 @@ from ropewalk.server.http.middleware import (
     Traced,
     Traces,
 )
-from ropewalk.server.http.shedding import Shedder
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
 
 

@@ -15,6 +15,7 @@ from ropewalk.model.config import Pooling
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.app.openai import EngineResponse, Serving, accepts, no_end
 from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
 from ropewalk.server.http.streaming import EventStream, Lifeline
 from ropewalk.server.long_work import json_bytes, off_loop
@@ -28,7 +29,6 @@ from ropewalk.server.openai.requests import (
 )
 from ropewalk.server.openai.schemas import EmbeddingBody
 from ropewalk.server.openai.served_models import Served
-from ropewalk.server.scheduling.queue import Visit
 from ropewalk.server.scheduling.request import Request as EngineRequest
 from ropewalk.server.scheduling.request import Vector
 

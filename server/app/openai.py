@@ -28,6 +28,7 @@ from ropewalk.server.errors import (
     ServeError,
     ShuttingDown,
 )
+from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
 from ropewalk.server.http.streaming import Drain, End, Ended, EventStream, Lifeline
 from ropewalk.server.long_work import off_loop
@@ -45,7 +46,6 @@ from ropewalk.server.openai.requests import (
 from ropewalk.server.openai.responses import PING, ChatWire, CompletionWire, TokenIds, Wire
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from ropewalk.server.openai.served_models import Models, Served
-from ropewalk.server.scheduling.queue import Visit
 from ropewalk.server.scheduling.request import FinishReason
 from ropewalk.server.scheduling.request import Request as EngineRequest
 

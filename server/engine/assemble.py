@@ -14,9 +14,8 @@ from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.cpu.sampler import KernelSampler
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.weights.checksums import Seals
-from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Limits, PassTimes
 from ropewalk.server.scheduling.scheduler import Scheduler

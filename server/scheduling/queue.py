@@ -1,33 +1,24 @@
-"""Who waits: whose turn is next, how long that takes, and who is refused at the door.
+"""Who waits: whose turn is next, and how long that takes.
 
 Knows requests and tokens, but no cache. Clients, told apart by their API keys, take turns so that
 each gets as many tokens as the others. Those of one client are admitted by priority, then in turns:
 some prompts of each HTTP request that waits. So a request of a thousand prompts delays any other by
 a few of its prompts, and nobody waits for ever: a turn comes round after a few prompts of every
 request before it.
-
-At the door a request that would wait too long is refused from counters alone, before its body is
-read. That costs so little that a server with far too many clients still spends its time on those
-that it admitted. The scheduler has limits of its own for what the door cannot know, such as how
-many prompts a body holds.
 """
 
-import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import floor
 from statistics import fmean
-from typing import Self
 
 from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
-from ropewalk.server.scheduling.request import Outlook, Request
+from ropewalk.server.scheduling.request import Request
 
 RECENT = 32  # ended requests from which the pace is taken, at least
 # Who comes too late has waited; who comes too early may have no try left.
 MARGIN = 1.5
-# Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
-SURE = 0.6
 
 
 @dataclass(slots=True)
@@ -227,102 +218,3 @@ def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
         f"(--max-queue-time); retry in {retry_after} s, or send fewer at once.",
         retry_after=retry_after,
     )
-
-
-class Visit:
-    """One HTTP request for answers, which waits until `begin`."""
-
-    def __init__(self, door: "Door", client: str, model: str | None) -> None:
-        self.client = client
-        self.model = model
-        self._door = door
-        self._waits = True
-        door.count(self, 1)
-
-    def choose(self, model: str) -> None:
-        """The body names the model. Raises QueueFull."""
-        if self.model is None:
-            refusal = self._door.refusal_of(model, self.client)
-            if refusal is not None:
-                raise refusal
-            self._door.count(self, -1)
-            self.model = model
-            self._door.count(self, 1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """It waits no longer: it has its first token, or has ended. Repeating this is harmless."""
-        if self._waits:
-            self._waits = False
-            self._door.count(self, -1)
-
-
-class Door:
-    """Counts the HTTP requests that wait, by model and client."""
-
-    def __init__(
-        self,
-        models: Iterable[str],
-        outlook: Callable[[str], Outlook],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`outlook` is each model's, of the engine."""
-        self.refuses = False  # as it did with the last one who asked
-        self._models = tuple(models)
-        self._outlook = outlook
-        self._clock = clock
-        self._waiting: dict[str | None, Counter[str]] = {
-            model: Counter() for model in (None, *self._models)
-        }
-        self._appointments = {model: Appointments(outlook(model).places) for model in self._models}
-
-    def enter(self, client: str) -> Visit:
-        """Raises QueueFull when no model would admit another request of this client in time."""
-        refusal = self.refusal(client)
-        if refusal is not None:
-            raise refusal
-        return Visit(self, client, self._models[0] if len(self._models) == 1 else None)
-
-    def refusal(self, client: str) -> QueueFull | None:
-        """Why another request of this client would not be let in, whatever its model."""
-        refusals = []
-        for model in self._models:
-            refusal = self.refusal_of(model, client)
-            if refusal is None:
-                self.refuses = False
-                return None
-            refusals.append(refusal)
-        self.refuses = True
-        return min(refusals, key=lambda refusal: refusal.retry_after or 0)
-
-    def count(self, visit: Visit, change: int) -> None:
-        waiting = self._waiting[visit.model]
-        waiting[visit.client] += change
-        if not waiting[visit.client]:
-            del waiting[visit.client]
-
-    def refusal_of(self, model: str, client: str) -> QueueFull | None:
-        outlook, waiting = self._outlook(model), self._waiting[model]
-        if outlook.idle and not waiting:
-            self._appointments[model].forget()
-        if max(outlook.waiting, waiting.total()) >= outlook.places + outlook.seats:
-            after = self._appointments[model].give(self._clock(), outlook.apart_s)
-            return no_place(outlook.places, after)
-        wait = outlook.wait(_ahead(client, waiting))
-        if wait > outlook.most_s * SURE:
-            after = self._appointments[model].give(
-                self._clock(), outlook.apart_s, wait - outlook.most_s * SURE
-            )
-            return no_time(wait, outlook.most_s, after)
-        return None
-
-
-def _ahead(client: str, waiting: Counter[str]) -> int:
-    """How many requests have their turn before another one of `client`."""
-    own = waiting[client]
-    return own + sum(min(count, own + 1) for each, count in waiting.items() if each != client)

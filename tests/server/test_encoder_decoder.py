@@ -15,8 +15,7 @@ from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import Detokenizer
-from ropewalk.server.engine.engine import Engine
-from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError, InvalidField, PromptTooLong
 from ropewalk.server.launch.build import load_models
