@@ -7,9 +7,7 @@ order of the free list is the order of eviction.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-
-class InvariantError(AssertionError):
-    """The cache's accounting is inconsistent: a bug of this program, never a bad request."""
+from ropewalk.cache.types import InvariantError
 
 
 class BlockPool:

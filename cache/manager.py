@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.block_pool import BlockPool
 from ropewalk.cache.keeper import Keeper, Place, SpillCounts
 from ropewalk.cache.prefix import Digest, Entry, Kept, PrefixIndex, sound
-from ropewalk.cache.types import BlockEvent, EventKind
+from ropewalk.cache.types import BlockEvent, EventKind, InvariantError
 
 
 @dataclass(frozen=True, slots=True)

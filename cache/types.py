@@ -65,6 +65,10 @@ class Unsupported(ValueError):
     """An operation that the encoding makes impossible; the message says why in one sentence."""
 
 
+class InvariantError(AssertionError):
+    """The cache's accounting is inconsistent: a bug of this program, never a bad request."""
+
+
 class NoRoom(RuntimeError):
     """Too few free blocks for the copies that an operation needs; nothing has changed."""
 

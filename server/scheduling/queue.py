@@ -7,14 +7,17 @@ a few of its prompts, and nobody waits for ever: a turn comes round after a few 
 request before it.
 """
 
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import floor
 from statistics import fmean
 
+from ropewalk.cache.types import InvariantError
 from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
-from ropewalk.server.scheduling.request import Request
+from ropewalk.server.scheduling.request import Limits, Outlook, Request
 
 RECENT = 32  # ended requests from which the pace is taken, at least
 # Who comes too late has waited; who comes too early may have no try left.
@@ -218,3 +221,161 @@ def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
         f"(--max-queue-time); retry in {retry_after} s, or send fewer at once.",
         retry_after=retry_after,
     )
+
+
+class Queue:
+    """The requests that wait: preempted ones first, then by turns those that never ran.
+
+    running: those that run, by id, oldest first. `no_room` is the id of the next request, when it
+    did not fit and since then no block was freed or became shared.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        running: Mapping[str, Request],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.no_room: str | None = None
+        self._limits = limits
+        self._running = running
+        self._clock = clock
+        # Ordered, because an abort finds its request at once in a queue of any length.
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
+        self._pace = Pace(2 * limits.max_seqs)
+        self._appointments = Appointments(limits.max_queue)
+        self._late_from = 0.0  # when to look for requests that have waited too long
+
+    @property
+    def waiting(self) -> Mapping[str, Request]:
+        """By id: preempted ones first, then in order of arrival."""
+        return self._waiting
+
+    def add(self, request: Request) -> None:
+        """Raises QueueFull."""
+        seats, limits = self._seats(), self._limits
+        if (
+            len(self._waiting) >= limits.max_queue + seats
+            or self._turns.count(request.client) >= limits.most_queue + seats
+        ):
+            raise no_place(limits.max_queue, self._appointment(self._clock()))
+        if not (self._running or self._waiting):
+            self._pace.begin(request.arrival)
+            self._appointments.forget()
+        self._waiting[request.id] = request
+        self._turns.add(request)
+
+    def put_back(self, request: Request) -> None:
+        """It was preempted, so it is the first to run again."""
+        self._waiting[request.id] = request
+        self._waiting.move_to_end(request.id, last=False)
+
+    def admit(self, request: Request) -> None:
+        """It waits no longer. For the first time: what is to be computed of its prompt is known."""
+        del self._waiting[request.id]
+        if request.admitted is None:
+            request.admitted = self._clock()
+            request.cached = request.computed
+            self._turns.take(request)
+            self._turns.charge(request.client, request.prompt_length - request.cached)
+
+    def remove(self, request: Request) -> bool:
+        """Forget a request; returns whether it has waited here."""
+        if self._waiting.pop(request.id, None) is None:
+            return False
+        self._turns.remove(request)
+        return True
+
+    def generated(self, request: Request) -> None:
+        """It got a token."""
+        self._turns.charge(request.client, 1)
+
+    def ended(self, request: Request, now: float) -> None:
+        """A request that had been admitted has ended."""
+        self._pace.end(now, request.num_generated + (request.pooling is not None))
+
+    def next(self, barred: Container[str] = ()) -> Request | None:
+        """The next one to be admitted, without those whose client or turn is `barred`."""
+        first = next(iter(self._waiting.values()), None)
+        if first is not None and first.admitted is not None:  # it was preempted
+            return first
+        return self.next_new(barred)
+
+    def next_new(self, barred: Container[str] = ()) -> Request | None:
+        """The next of those that never ran."""
+        return self._turns.next(barred)
+
+    def may_admit(self) -> bool:
+        """Whether a request could be admitted now."""
+        if not self._waiting or len(self._running) >= self._limits.max_seqs:
+            return False
+        request = self.next(self.barred())
+        return request is not None and request.id != self.no_room
+
+    def barred(self) -> set[str]:
+        """Clients and turns that have all places but those that are kept for others."""
+        most = self._limits.most_seqs
+        if len(self._running) < most or most == self._limits.max_seqs:
+            return set()
+        return {holder for holder, count in self.holders().items() if count >= most}
+
+    def holders(self) -> Counter[str]:
+        """How many places clients, if there are several, and turns have."""
+        holders = Counter(request.turn for request in self._running.values())
+        if self._limits.several_clients:
+            holders.update(request.client for request in self._running.values())
+        return holders
+
+    def outlook(self) -> Outlook:
+        """What a new request has to expect."""
+        seats, limits, gap, apart = self._seats(), self._limits, None, 0.0
+        if self._waiting or not seats:
+            now, ahead = self._clock(), self._ahead()
+            gap, apart = self._pace.measured_gap(now, ahead), self._pace.gap(now, ahead)
+        return Outlook(
+            seats=seats,
+            idle=not (self._running or self._waiting),
+            waiting=len(self._waiting),
+            places=limits.max_queue,
+            gap_s=gap,
+            apart_s=apart,
+            most_s=limits.max_queue_s,
+        )
+
+    def late(self, now: float) -> Iterator[Request]:
+        """Those that wait for longer than the limit, without any of their prompts run."""
+        limit = self._limits.max_queue_s
+        if now < self._late_from:
+            return  # called every step, and the queue may be long
+        self._late_from = now + min(limit / 16, 1.0)
+        for request in tuple(self._waiting.values()):
+            if request.admitted is not None or self._turns.begun(request):
+                continue
+            if now - request.arrival <= limit:
+                break  # the others came later
+            yield request
+
+    def too_late(self, request: Request, now: float) -> QueueTime:
+        """What it gets that has waited for too long, and is removed."""
+        after = self._appointment(now)
+        return no_time(now - request.arrival, self._limits.max_queue_s, after)
+
+    def check(self) -> None:
+        """Raises InvariantError unless those who wait and those who take turns agree."""
+        if any(request.computed for request in self._waiting.values()):
+            raise InvariantError("a waiting request has computed tokens")
+        never_ran = {each.id for each in self._waiting.values() if each.admitted is None}
+        if never_ran != {request.id for request in self._turns}:
+            raise InvariantError("those who take turns are not those who wait")
+
+    def _seats(self) -> int:
+        """Waiting requests that the next step may admit; they do not count as queued."""
+        return 0 if self.no_room else self._limits.max_seqs - len(self._running)
+
+    def _ahead(self) -> list[Request]:
+        those = chain(self._running.values(), self._waiting.values())
+        return [*islice(those, self._limits.max_seqs)]
+
+    def _appointment(self, now: float) -> int:
+        return self._appointments.give(now, self._pace.gap(now, self._ahead()))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.block_pool import BlockPool
 from ropewalk.cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.types import InvariantError
 from tests.cache.bookkeeping import store
 from tests.cache.events import filled, released, reused, taken
 

@@ -15,7 +15,7 @@ from ropewalk.cache.block_pool import BlockPool
 from ropewalk.cache.keeper import Keeper, Slots
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.prefix import PrefixIndex
-from ropewalk.server.scheduling.context_shift import ContextShifter
+from ropewalk.server.scheduling.contexts import Contexts, ContextShifter
 from ropewalk.server.scheduling.request import FinishReason, Plan, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
@@ -215,7 +215,7 @@ def preemption_drops_the_request(patch):
 
     def bug(scheduler):
         request = preempt(scheduler)
-        del scheduler._waiting[request.id]
+        del scheduler._queue._waiting[request.id]
         return request
 
     patch(Scheduler, "_preempt_newest", bug)
@@ -226,47 +226,40 @@ def preempted_goes_to_the_back(patch):
 
     def bug(scheduler):
         request = preempt(scheduler)
-        scheduler._waiting.move_to_end(request.id)
+        scheduler._queue._waiting.move_to_end(request.id)
         return request
 
     patch(Scheduler, "_preempt_newest", bug)
 
 
 def preempted_keeps_its_computed_count(patch):
-    preempt, open_ = Scheduler._preempt_newest, Scheduler._open
+    preempt, open_ = Scheduler._preempt_newest, Contexts.open
 
     def forgetful(scheduler):
         computed = next(reversed(scheduler._running.values())).computed
         request = preempt(scheduler)
-        scheduler._kept = {**getattr(scheduler, "_kept", {}), request.id: computed}
+        contexts = scheduler._contexts
+        contexts._kept = {**getattr(contexts, "_kept", {}), request.id: computed}
         return request
 
-    def bug(scheduler, request):
-        admitted = open_(scheduler, request)
-        request.computed = max(request.computed, getattr(scheduler, "_kept", {}).get(request.id, 0))
+    def bug(contexts, request):
+        admitted = open_(contexts, request)
+        request.computed = max(request.computed, getattr(contexts, "_kept", {}).get(request.id, 0))
         return admitted
 
     patch(Scheduler, "_preempt_newest", forgetful)
-    patch(Scheduler, "_open", bug)
+    patch(Contexts, "open", bug)
 
 
 def room_is_never_sought_again(patch):
-    release = Scheduler._release
-
-    def bug(scheduler, request, *, forget=False):
-        stuck = scheduler._no_room
-        release(scheduler, request, forget=forget)
-        scheduler._no_room = stuck
-
     end = Scheduler._end
 
-    def bug_end(scheduler, *args, **options):
-        stuck = scheduler._no_room
+    def bug(scheduler, *args, **options):
+        stuck = scheduler._queue.no_room
         end(scheduler, *args, **options)
-        scheduler._no_room = stuck
+        scheduler._queue.no_room = stuck
 
-    patch(Scheduler, "_release", bug)
-    patch(Scheduler, "_end", bug_end)
+    patch(Scheduler, "_end", bug)
 
 
 def failure_publishes_its_blocks(patch):
@@ -294,7 +287,7 @@ def abort_forgets_the_queue(patch):
     abort = Scheduler.abort
 
     def bug(scheduler, request_id):
-        return None if request_id in scheduler._waiting else abort(scheduler, request_id)
+        return None if request_id in scheduler._queue.waiting else abort(scheduler, request_id)
 
     patch(Scheduler, "abort", bug)
 
