@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from time import thread_time
 from typing import Any, Protocol
 
-from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.sampling import SamplingParams, allows
 from ropewalk.server.errors import RequestFailed
 
 # What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
@@ -108,15 +108,16 @@ def any_but(mask: bytes, ends: Collection[int]) -> bool:
 
 def without(mask: bytes, held: Collection[int]) -> bytes:
     """The mask without some tokens, unless it has no others."""
-    if not held:
-        return mask
     left = _cleared(mask, held)
-    return bytes(left) if left != bytes(len(left)) else mask
+    return mask if left == bytes(len(left)) else left
 
 
-def _cleared(mask: bytes, tokens: Collection[int]) -> bytearray:
+def _cleared(mask: bytes, tokens: Collection[int]) -> bytes:
+    """The mask without some tokens: the same object where it has none of them, as is usual."""
+    present = [token for token in tokens if allows(mask, token)]
+    if not present:
+        return mask
     left = bytearray(mask)
-    for token in tokens:
-        if token >> 3 < len(left):
-            left[token >> 3] &= ~(1 << (token & 7))
-    return left
+    for token in present:
+        left[token >> 3] &= ~(1 << (token & 7))
+    return bytes(left)
