@@ -19,7 +19,8 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.manager import CacheManager
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.sampler import Ask, Picked, Picking, Sampler, ranked
+from ropewalk.model.sampler import Picking, Sampler, ranked
+from ropewalk.model.sampling import Ask, Picked
 from ropewalk.server.engine.batch import PromptRows, Sample, StepBatch, StepBatches, build_hidden
 from ropewalk.server.engine.cache_view import CacheView, view
 from ropewalk.server.engine.integrity import Auditor

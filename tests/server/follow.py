@@ -45,7 +45,6 @@ INSIDE = (
     "model/kernels/",
     "model/layers/",
 )
-SAMPLERS = {"model/kernels/cpu/sampler.py"}
 
 
 class Follower:
@@ -91,7 +90,7 @@ def ours(paths) -> list[str]:
 
 def on_the_way(passed: list[str]) -> list[str]:
     """Those that a reader follows from socket to token; the forward pass is one of them."""
-    inside = {path for path in passed if path.startswith(INSIDE) and path not in SAMPLERS}
+    inside = {path for path in passed if path.startswith(INSIDE)}
     return [*sorted({*passed} - AROUND - inside), "the forward pass"]
 
 
