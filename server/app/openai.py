@@ -1,7 +1,7 @@
 """OpenAI's API: the routes, and how an answer is sent, from the body to the last byte.
 
-server/openai makes requests of bodies, the content of answers (choice.py) and their form
-(responses.py). An answer is streamed or whole; Serving is what all routes share.
+server/openai makes requests of bodies, and what is sent of the engine's events. An answer is
+streamed or whole; Serving is what all routes share.
 """
 
 import asyncio
@@ -33,8 +33,18 @@ from ropewalk.server.http.middleware import state_of
 from ropewalk.server.http.streaming import Drain, End, Ended, EventStream, Lifeline
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.answers import (
+    PING,
+    ChatWire,
+    Choice,
+    CompletionWire,
+    Piece,
+    TokenIds,
+    Wire,
+    choice_usage,
+    total_usage,
+)
 from ropewalk.server.openai.body import body_of
-from ropewalk.server.openai.choice import Choice, Piece, choice_usage, total_usage
 from ropewalk.server.openai.requests import (
     Prompt,
     chat_prompt,
@@ -43,7 +53,6 @@ from ropewalk.server.openai.requests import (
     compiled_grammar,
     completion_prompts,
 )
-from ropewalk.server.openai.responses import PING, ChatWire, CompletionWire, TokenIds, Wire
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from ropewalk.server.openai.served_models import Models, Served
 from ropewalk.server.scheduling.request import FinishReason

@@ -17,7 +17,7 @@ from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import InvalidText
 from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, UnsupportedField
 from ropewalk.server.long_work import LONG_TEXT, longer, off_loop
-from ropewalk.server.openai.choice import Choice, spell_prompt
+from ropewalk.server.openai.answers import Choice
 from ropewalk.server.openai.schemas import (
     AS_MANY_AS_FIT,
     ChatBody,
@@ -26,6 +26,7 @@ from ropewalk.server.openai.schemas import (
     Message,
     TemplateBody,
 )
+from ropewalk.server.openai.scores import spell_prompt
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
 from ropewalk.server.structured.compiler import Compiled

@@ -6,7 +6,7 @@ from json import dumps
 from pydantic_core import from_json
 
 from ropewalk.server.errors import ServeError
-from ropewalk.server.openai.choice import Choice, Piece, Usage, choice_usage
+from ropewalk.server.openai.answers import Choice, Piece, Usage, choice_usage
 from ropewalk.server.openai.schemas import AS_MANY_AS_FIT, ChatBody
 from ropewalk.server.translators.base import Fields, Part, PartsWire, Translator, event, new_id
 from ropewalk.server.translators.messages_body import NAMES, CountBody, MessagesBody

@@ -7,8 +7,8 @@ import pytest
 
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import RequestFailed
-from ropewalk.server.openai.choice import Choice, Usage, choice_usage, spelled, total_usage
-from ropewalk.server.openai.responses import LOWEST_LOGPROB, CompletionWire
+from ropewalk.server.openai.answers import Choice, CompletionWire, Usage, choice_usage, total_usage
+from ropewalk.server.openai.scores import LOWEST_LOGPROB, spelled
 from ropewalk.server.scheduling.request import FinishReason, Request, TokenEvent
 from tests.server.toy import END, ByteTokenizer, score
 
