@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from ropewalk.cache import manager, prefix
-from ropewalk.cache.block_pool import BlockPool
+from ropewalk.cache.block_pool import BlockPool, Held
 from ropewalk.cache.keeper import Keeper, Slots
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.prefix import PrefixIndex
+from ropewalk.cache.rearranging import Rearranger
 from ropewalk.server.scheduling.contexts import Contexts, ContextShifter
 from ropewalk.server.scheduling.request import FinishReason, Plan, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
@@ -315,31 +316,30 @@ def one_token_too_many(patch):
 
 
 def fork_shares_the_block_that_both_write(patch):
-    def bug(cache, seq, child, length):
-        cache._sequences[child] = forked = copy(cache._sequences[seq])
+    def bug(rearranger, seq, child, length):
+        rearranger._sequences[child] = forked = copy(rearranger._sequences[seq])
         forked.blocks, forked.bases = forked.blocks[:], forked.bases[:]
         forked.computed = length
-        cache._share(child, forked.blocks)
+        rearranger._blocks.share(child, forked.blocks)
         return []
 
-    patch(CacheManager, "fork", bug)
+    patch(Rearranger, "fork", bug)
 
 
 def publish_after_an_eviction(patch):
-    def bug(cache, sequence):
-        full = sequence.computed // cache.block_size
-        sequence.settled, sequence.tip = full, cache._index.entry(sequence.blocks[full - 1])
+    def bug(held, size):
+        held.settled = held.computed // size
 
-    patch(CacheManager, "_end_chain", bug)
+    patch(Held, "end_chain", bug)
 
 
 def eviction_keeps_the_bases(patch):
-    evict = CacheManager.evict
+    evict = Rearranger.evict
     patch(
-        CacheManager,
+        Rearranger,
         "evict",
-        lambda cache, seq, first, count, *, renumber, rewrite: evict(
-            cache, seq, first, count, renumber=False, rewrite=False
+        lambda rearranger, seq, first, count, *, renumber, rewrite: evict(
+            rearranger, seq, first, count, renumber=False, rewrite=False
         ),
     )
 
