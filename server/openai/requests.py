@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
@@ -377,12 +376,8 @@ def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> 
     if body.grammar is not None and body.grammar.kind not in JSON_KINDS and not body.told_tools:
         return None
     single = not body.parallel_tool_calls or body.named_tool is not None
-    tools = _schemas(body)
+    tools = {tool.function.name: tool.function.arguments for tool in body.told_tools}
     return Parser(format, tools, thinking=prompt.thinking, single=single)
-
-
-def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
-    return {tool.function.name: tool.function.arguments for tool in body.told_tools}
 
 
 def check_count(count: int, name: str, served: Served) -> None:

@@ -49,11 +49,12 @@ class Contexts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
+        self._block_size = cache.block_size
         self._operations = operations
         self._max_context = limits.max_context
         self._longest = min(limits.max_context - 1, cache.capacity)  # the last token is not stored
         self._running = running
-        self._shifter = ContextShifter(operations, cache.block_size, limits.max_context, clock)
+        self._clock = clock
         self._forks: list[OpReport] = []
         self._shifts: list[ContextShift] = []
 
@@ -92,7 +93,7 @@ class Contexts:
                 "max_tokens",
             )
         if request.overflow is not Overflow.REFUSE:
-            self._shifter.require_possible(request)
+            self._require_shortenable(request)
 
     def fits(self, request: Request) -> bool:
         """Whether it could finish with the cache to itself."""
@@ -103,7 +104,7 @@ class Contexts:
         if request.pooling is not None:
             return request.num_prompt
         longest = request.num_prompt + request.params.max_tokens
-        size = self._cache.block_size
+        size = self._block_size
         # The last token is never computed, so it needs no room.
         stored = min(longest, self._max_context) - 1
         return stored + -(-len(request.source) // size) * size
@@ -116,7 +117,7 @@ class Contexts:
         """Reserve room for all its known tokens, in both encoder and decoder or in neither."""
         full = self.is_full(request)
         if full and request.id not in self._cache.parked:
-            self._shifts.append(self._shifter.shorten_uncached(request))
+            self._shorten_uncached(request)
             full = False
         if self._can_fork(request):
             return self._fork(request)
@@ -136,11 +137,8 @@ class Contexts:
 
     def grow(self, request: Request) -> bool:
         """Make room for all tokens that the model sees; False, and unchanged, if there is none."""
-        if self.is_full(request):
-            shift = self._shifter.shorten(request)
-            if shift is None:
-                return False
-            self._shifts.append(shift)
+        if self.is_full(request) and not self._shorten(request):
+            return False
         known = _known(request)
         return self._cache.reserve(request.id, known, len(known)) is not None
 
@@ -239,35 +237,7 @@ class Contexts:
         request.computed = length
         return True
 
-
-def _sequences(request: Request) -> tuple[str, ...]:
-    """What it stores in the cache."""
-    return (request.id, request.encoded) if request.source else (request.id,)
-
-
-def _known(request: Request) -> list[int]:
-    """The tokens that the model sees; the request's own list while none was dropped."""
-    if not request.dropped:
-        return request.tokens
-    return request.context(0, request.context_length)
-
-
-class ContextShifter:
-    """Shortens full contexts of `max_context` tokens in blocks of `block_size`."""
-
-    def __init__(
-        self,
-        operations: CacheOperations,
-        block_size: int,
-        max_context: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._operations = operations
-        self._block_size = block_size
-        self._max_context = max_context
-        self._clock = clock
-
-    def require_possible(self, request: Request) -> None:
+    def _require_shortenable(self, request: Request) -> None:
         """Raises UnsupportedField or InvalidField when the overflow it asks for is impossible."""
         wanted = request.overflow
         reason = self._operations.why_not(Op.EVICT_RENUMBER)
@@ -299,31 +269,42 @@ class ContextShifter:
                 "overflow",
             )
 
-    def shorten(self, request: Request) -> ContextShift | None:
-        """Drop cached blocks and renumber the rest; None, with nothing changed, without room."""
+    def _shorten(self, request: Request) -> bool:
+        """Drop cached blocks and renumber the rest; False, with nothing changed, without room."""
         blocks = self._blocks_to_drop(request.computed // self._block_size - 1, request)
         began = self._clock()
         try:
             report = self._operations.apply(Evict(request.id, 1, blocks, renumber=True))
         except NoRoom:
-            return None
+            return False
         request.computed -= blocks * self._block_size
-        return self._forget(request, blocks, self._clock() - began, report)
+        self._drop(request, blocks, self._clock() - began, report)
+        return True
 
-    def shorten_uncached(self, request: Request) -> ContextShift:
-        """Drop the tokens that `shorten` would, before any token is computed again."""
+    def _shorten_uncached(self, request: Request) -> None:
+        """Drop the tokens that `_shorten` would, before any token is computed again."""
         movable = (request.context_length - 1) // self._block_size - 1
-        return self._forget(request, self._blocks_to_drop(movable, request), 0.0, None)
+        self._drop(request, self._blocks_to_drop(movable, request), 0.0, None)
 
     def _blocks_to_drop(self, movable: int, request: Request) -> int:
         """How many of the `movable` full blocks after the first. A shift drops half, so that shifts
         are rare: each one rounds keys that carry their position."""
         return -(-movable // 2) if request.overflow is Overflow.SHIFT else 1
 
-    def _forget(
-        self, request: Request, blocks: int, seconds: float, report: OpReport | None
-    ) -> ContextShift:
+    def _drop(self, request: Request, blocks: int, seconds: float, report: OpReport | None) -> None:
         dropped = blocks * self._block_size
         request.front = self._block_size
         request.dropped += dropped
-        return ContextShift(request.context_length, dropped, seconds, report)
+        self._shifts.append(ContextShift(request.context_length, dropped, seconds, report))
+
+
+def _sequences(request: Request) -> tuple[str, ...]:
+    """What it stores in the cache."""
+    return (request.id, request.encoded) if request.source else (request.id,)
+
+
+def _known(request: Request) -> list[int]:
+    """The tokens that the model sees; the request's own list while none was dropped."""
+    if not request.dropped:
+        return request.tokens
+    return request.context(0, request.context_length)

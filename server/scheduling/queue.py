@@ -343,8 +343,8 @@ class Queue:
             most_s=limits.max_queue_s,
         )
 
-    def late(self, now: float) -> Iterator[Request]:
-        """Those that wait for longer than the limit, without any of their prompts run."""
+    def late(self, now: float) -> Iterator[tuple[Request, QueueTime]]:
+        """Those that wait for longer than the limit, without any of their prompts run; and why."""
         limit = self._limits.max_queue_s
         if now < self._late_from:
             return  # called every step, and the queue may be long
@@ -354,12 +354,7 @@ class Queue:
                 continue
             if now - request.arrival <= limit:
                 break  # the others came later
-            yield request
-
-    def too_late(self, request: Request, now: float) -> QueueTime:
-        """What it gets that has waited for too long, and is removed."""
-        after = self._appointment(now)
-        return no_time(now - request.arrival, self._limits.max_queue_s, after)
+            yield request, no_time(now - request.arrival, limit, self._appointment(now))
 
     def check(self) -> None:
         """Raises InvariantError unless those who wait and those who take turns agree."""

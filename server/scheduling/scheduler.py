@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import InvariantError
-from ropewalk.server.errors import CacheChanged, RequestFailed, ServeError
+from ropewalk.server.errors import CacheChanged, FormFailed, ServeError
 from ropewalk.server.scheduling.contexts import CacheOperations, Contexts
 from ropewalk.server.scheduling.queue import Queue
 from ropewalk.server.scheduling.request import (
@@ -144,17 +144,11 @@ class Scheduler:
         request = self._find(request_id)
         if request is not None:
             self._end(request, FinishReason.ERROR, self._clock(), forget=True)
-            return _failure(request, error)
+            return _failure(request.id, request.cached, error)
         for index, (ended, summary) in enumerate(self._ended):
             if ended == request_id and summary.finish in ANSWERED:
                 self._ended[index] = (ended, replace(summary, finish=FinishReason.ERROR))
-                return TokenEvent(
-                    ended,
-                    None,
-                    FinishReason.ERROR,
-                    cached_tokens=summary.cached_tokens,
-                    error=error,
-                )
+                return _failure(ended, summary.cached_tokens, error)
         return None
 
     def fail_all(self, error: ServeError) -> list[TokenEvent]:
@@ -176,15 +170,15 @@ class Scheduler:
         for request in tuple(self.waiting):
             if not self._contexts.fits(request):
                 self._end(request, FinishReason.ERROR, self._clock())
-                ends.append(_failure(request, CacheChanged(SHRUNK)))
+                ends.append(_failure(request.id, request.cached, CacheChanged(SHRUNK)))
         return ends
 
     def end_late(self) -> list[TokenEvent]:
         """End requests that wait for longer than the limit, without any of their prompts run."""
         now, ends = self._clock(), []
-        for request in self._queue.late(now):
+        for request, error in self._queue.late(now):
             self._end(request, FinishReason.ABORT, now)
-            ends.append(_failure(request, self._queue.too_late(request, now)))
+            ends.append(_failure(request.id, request.cached, error))
         return ends
 
     def plan(self) -> Plan:
@@ -270,7 +264,7 @@ class Scheduler:
             if result is not None and result.error is not None:
                 # Nothing it computed may reach others: not even blocks published before.
                 self._end(request, FinishReason.ERROR, now, forget=True)
-                events.append(_failure(request, result.error))
+                events.append(_failure(request.id, request.cached, result.error))
                 continue
             self._advance(work)
             if result is not None and result.pooled is not None:
@@ -396,9 +390,9 @@ class Scheduler:
         if request.matcher is not None:
             try:
                 forced = request.matcher.advance(result.token, self._most_forced(request))
-            except RequestFailed as error:
+            except FormFailed as error:
                 self._end(request, FinishReason.ERROR, now)
-                return [_failure(request, error)]
+                return [_failure(request.id, request.cached, error)]
         results = [result, *map(Sampled, forced)]
         events = []
         for each in results:
@@ -480,7 +474,5 @@ class Scheduler:
         self._ended.append((request.id, summary))
 
 
-def _failure(request: Request, error: ServeError) -> TokenEvent:
-    return TokenEvent(
-        request.id, None, FinishReason.ERROR, cached_tokens=request.cached, error=error
-    )
+def _failure(request_id: str, cached: int, error: ServeError) -> TokenEvent:
+    return TokenEvent(request_id, None, FinishReason.ERROR, cached_tokens=cached, error=error)

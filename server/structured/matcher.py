@@ -9,7 +9,7 @@ from time import thread_time
 from typing import Any, Protocol
 
 from ropewalk.model.sampling import SamplingParams, allows
-from ropewalk.server.errors import RequestFailed
+from ropewalk.server.errors import FormFailed
 
 # What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
 # grammar made to be slow holds up a step by some milliseconds and then fails.
@@ -62,7 +62,7 @@ class Matcher:
     def advance(self, token: int, most: int) -> list[int]:
         """Take the answer's next token; returns up to `most` tokens that must follow it.
 
-        Raises RequestFailed where no token can follow, or finding it out takes too long.
+        Raises FormFailed where no token can follow, or finding it out takes too long.
         """
         began = thread_time()
         forced: list[int] = []
@@ -73,7 +73,7 @@ class Matcher:
         self._find_mask()
         self._late += max(0, thread_time() - began - SLOW)
         if self._late > PATIENCE:
-            raise RequestFailed(
+            raise FormFailed(
                 "the form that this answer must have takes too long to follow; simplify it"
             )
         return forced
@@ -85,7 +85,7 @@ class Matcher:
             return
         mask = None if state.is_error() else mask_of(state)
         if mask is None:
-            raise RequestFailed(
+            raise FormFailed(
                 "no token of this model continues the answer in the form that it must have, or "
                 "finding one takes too long; simplify that form"
             )

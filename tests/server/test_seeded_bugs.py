@@ -16,7 +16,7 @@ from ropewalk.cache.keeper import Keeper, Slots
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.prefix import PrefixIndex
 from ropewalk.cache.rearranging import Rearranger
-from ropewalk.server.scheduling.contexts import Contexts, ContextShifter
+from ropewalk.server.scheduling.contexts import Contexts
 from ropewalk.server.scheduling.request import FinishReason, Plan, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
@@ -345,14 +345,13 @@ def eviction_keeps_the_bases(patch):
 
 
 def shift_drops_other_tokens_than_entries(patch):
-    forget = ContextShifter._forget
+    drop = Contexts._drop
 
-    def bug(shifter, request, *rest):
-        shift = forget(shifter, request, *rest)
+    def bug(contexts, request, *rest):
+        drop(contexts, request, *rest)
         request.front -= 1
-        return shift
 
-    patch(ContextShifter, "_forget", bug)
+    patch(Contexts, "_drop", bug)
 
 
 def old_content_stays_in_its_slot(patch):
