@@ -8,6 +8,7 @@ only: context error is the same for every encoding and would hide what differs b
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 BLOCK_SIZE = 16  # tokens per block, by default
 
@@ -77,6 +78,7 @@ class NoRoom(RuntimeError):
 class Fork:
     """A new sequence `child` begins as the first `length` computed tokens of `seq`."""
 
+    op: ClassVar[Op] = Op.FORK
     seq: str
     child: str
     length: int
@@ -86,15 +88,12 @@ class Fork:
         """The sequence that the operation creates or modifies."""
         return self.child
 
-    @property
-    def op(self) -> Op:
-        return Op.FORK
-
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
     """Forget the tokens of `seq` after the first `length`."""
 
+    op: ClassVar[Op] = Op.TRUNCATE
     seq: str
     length: int
 
@@ -102,10 +101,6 @@ class Truncate:
     def changed(self) -> str:
         """The sequence that the operation creates or modifies."""
         return self.seq
-
-    @property
-    def op(self) -> Op:
-        return Op.TRUNCATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +126,7 @@ class Evict:
 class Move:
     """Append `count` full blocks of `source`, starting at `first`, to `target`."""
 
+    op: ClassVar[Op] = Op.MOVE_SPAN
     source: str
     first: int
     count: int
@@ -140,10 +136,6 @@ class Move:
     def changed(self) -> str:
         """The sequence that the operation creates or modifies."""
         return self.target
-
-    @property
-    def op(self) -> Op:
-        return Op.MOVE_SPAN
 
 
 Operation = Fork | Truncate | Evict | Move

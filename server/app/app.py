@@ -14,8 +14,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ropewalk.model.catalogue import Place
-from ropewalk.server.app.cache import cache_routes
-from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.cache import CachePlanner, cache_routes
 from ropewalk.server.app.embeddings import embedding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import operation_routes
@@ -80,7 +79,7 @@ def create_app(
 
     app = FastAPI(
         title="Ropewalk",
-        version=own_version(),
+        version=installed("ropewalk"),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -101,7 +100,7 @@ def create_app(
     routers += [embedding_routes(serving), token_routes(serving)]
     if planners is not None:
         routers.append(cache_routes(serving, planners))
-    routers.append(operation_routes(serving, own_version(), place))
+    routers.append(operation_routes(serving, installed("ropewalk"), place))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -129,10 +128,6 @@ def create_app(
     app.add_middleware(Recorded, log=log, paths=paths)
     app.add_middleware(Addressed, prefix=prefix, paths=paths)
     return app
-
-
-def own_version() -> str:
-    return installed("ropewalk")
 
 
 def _framework_error(error: HTTPException, meant: str | None) -> ServeError:

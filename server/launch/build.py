@@ -27,8 +27,8 @@ from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
-from ropewalk.server.app.app import create_app, own_version
-from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.app import create_app
+from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
@@ -48,6 +48,7 @@ from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.terminal import discard_output
 from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
+from ropewalk.server.versions import installed
 
 log = getLogger(__name__)
 
@@ -417,7 +418,7 @@ def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> N
         models,
         url=url,
         open_to_all=not config.http.api_keys,
-        version=own_version(),
+        version=installed("ropewalk"),
         uds=config.uds,
         certificate=config.ssl_certfile,
     )

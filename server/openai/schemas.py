@@ -511,7 +511,7 @@ class DetokenizeBody(_Strict):
 
 
 class CachePlanBody(_Strict):
-    """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in cache_plan.py."""
+    """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in app/cache.py."""
 
     model: str | None = None
     operation: Literal["append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"]

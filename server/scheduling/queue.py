@@ -224,7 +224,7 @@ def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
 
 
 class Queue:
-    """The requests that wait: preempted ones first, then by turns those that never ran.
+    """The requests that wait: preempted ones first, then by `turns` those that never ran.
 
     running: those that run, by id, oldest first. `no_room` is the id of the next request, when it
     did not fit and since then no block was freed or became shared.
@@ -242,8 +242,8 @@ class Queue:
         self._clock = clock
         # Ordered, because an abort finds its request at once in a queue of any length.
         self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
-        self._pace = Pace(2 * limits.max_seqs)
+        self.turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
+        self.pace = Pace(2 * limits.max_seqs)
         self._appointments = Appointments(limits.max_queue)
         self._late_from = 0.0  # when to look for requests that have waited too long
 
@@ -257,14 +257,14 @@ class Queue:
         seats, limits = self._seats(), self._limits
         if (
             len(self._waiting) >= limits.max_queue + seats
-            or self._turns.count(request.client) >= limits.most_queue + seats
+            or self.turns.count(request.client) >= limits.most_queue + seats
         ):
             raise no_place(limits.max_queue, self._appointment(self._clock()))
         if not (self._running or self._waiting):
-            self._pace.begin(request.arrival)
+            self.pace.begin(request.arrival)
             self._appointments.forget()
         self._waiting[request.id] = request
-        self._turns.add(request)
+        self.turns.add(request)
 
     def put_back(self, request: Request) -> None:
         """It was preempted, so it is the first to run again."""
@@ -277,34 +277,22 @@ class Queue:
         if request.admitted is None:
             request.admitted = self._clock()
             request.cached = request.computed
-            self._turns.take(request)
-            self._turns.charge(request.client, request.prompt_length - request.cached)
+            self.turns.take(request)
+            self.turns.charge(request.client, request.prompt_length - request.cached)
 
     def remove(self, request: Request) -> bool:
         """Forget a request; returns whether it has waited here."""
         if self._waiting.pop(request.id, None) is None:
             return False
-        self._turns.remove(request)
+        self.turns.remove(request)
         return True
-
-    def generated(self, request: Request) -> None:
-        """It got a token."""
-        self._turns.charge(request.client, 1)
-
-    def ended(self, request: Request, now: float) -> None:
-        """A request that had been admitted has ended."""
-        self._pace.end(now, request.num_generated + (request.pooling is not None))
 
     def next(self, barred: Container[str] = ()) -> Request | None:
         """The next one to be admitted, without those whose client or turn is `barred`."""
         first = next(iter(self._waiting.values()), None)
         if first is not None and first.admitted is not None:  # it was preempted
             return first
-        return self.next_new(barred)
-
-    def next_new(self, barred: Container[str] = ()) -> Request | None:
-        """The next of those that never ran."""
-        return self._turns.next(barred)
+        return self.turns.next(barred)
 
     def may_admit(self) -> bool:
         """Whether a request could be admitted now."""
@@ -332,7 +320,7 @@ class Queue:
         seats, limits, gap, apart = self._seats(), self._limits, None, 0.0
         if self._waiting or not seats:
             now, ahead = self._clock(), self._ahead()
-            gap, apart = self._pace.measured_gap(now, ahead), self._pace.gap(now, ahead)
+            gap, apart = self.pace.measured_gap(now, ahead), self.pace.gap(now, ahead)
         return Outlook(
             seats=seats,
             idle=not (self._running or self._waiting),
@@ -350,7 +338,7 @@ class Queue:
             return  # called every step, and the queue may be long
         self._late_from = now + min(limit / 16, 1.0)
         for request in tuple(self._waiting.values()):
-            if request.admitted is not None or self._turns.begun(request):
+            if request.admitted is not None or self.turns.begun(request):
                 continue
             if now - request.arrival <= limit:
                 break  # the others came later
@@ -361,7 +349,7 @@ class Queue:
         if any(request.computed for request in self._waiting.values()):
             raise InvariantError("a waiting request has computed tokens")
         never_ran = {each.id for each in self._waiting.values() if each.admitted is None}
-        if never_ran != {request.id for request in self._turns}:
+        if never_ran != {request.id for request in self.turns}:
             raise InvariantError("those who take turns are not those who wait")
 
     def _seats(self) -> int:
@@ -373,4 +361,4 @@ class Queue:
         return [*islice(those, self._limits.max_seqs)]
 
     def _appointment(self, now: float) -> int:
-        return self._appointments.give(now, self._pace.gap(now, self._ahead()))
+        return self._appointments.give(now, self.pace.gap(now, self._ahead()))

@@ -216,7 +216,7 @@ class Scheduler:
         few = limits.max_seqs - limits.most_seqs
         many = {holder for holder, count in self._queue.holders().items() if count > few > 0}
         budget = _Budget(most, many, max(most // PATIENT, 1))
-        if self._queue.next_new(many) is None and all(map(budget.limits, self._running.values())):
+        if self._queue.turns.next(many) is None and all(map(budget.limits, self._running.values())):
             budget.many = set()  # nobody else is there
         return budget
 
@@ -422,7 +422,7 @@ class Scheduler:
                 embedding=request.pooled,
             )
         request.tokens.append(result.token)
-        self._queue.generated(request)
+        self._queue.turns.charge(request.client, 1)
         first = request.first_token is None
         if first:
             request.first_token = now
@@ -458,7 +458,7 @@ class Scheduler:
             del self._running[request.id]
             self._contexts.release(request, forget=forget)
         if request.admitted is not None:
-            self._queue.ended(request, now)
+            self._queue.pace.end(now, request.num_generated + (request.pooling is not None))
         self._contexts.forget(request)
         self._queue.no_room = None  # blocks are free, or another request is first in the queue now
         summary = RequestSummary(
