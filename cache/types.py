@@ -99,7 +99,6 @@ class Truncate:
 
     @property
     def changed(self) -> str:
-        """The sequence that the operation creates or modifies."""
         return self.seq
 
 
@@ -114,7 +113,6 @@ class Evict:
 
     @property
     def changed(self) -> str:
-        """The sequence that the operation creates or modifies."""
         return self.seq
 
     @property
@@ -134,7 +132,6 @@ class Move:
 
     @property
     def changed(self) -> str:
-        """The sequence that the operation creates or modifies."""
         return self.target
 
 

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ropewalk.cache.keeper import SpillCounts
-from ropewalk.cache.types import Evict, Fork, KeyFrame, Move, Op, Operation, OpReport, Truncate
+from ropewalk.cache.types import Evict, Fork, Move, Op, Operation, OpReport, Truncate
 from ropewalk.model.catalogue import in_each_frame
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
@@ -176,10 +176,6 @@ class Candidate:
     encoding: PositionalEncoding
     own: bool
 
-    @property
-    def key_frame(self) -> KeyFrame:
-        return self.encoding.key_frame
-
 
 class CachePlanner:
     """Plans for one model. Touches only what it makes itself, so any thread may call it."""
@@ -248,7 +244,7 @@ class CachePlanner:
             "data": [
                 {
                     "encoding": candidate.name,
-                    "key_frame": candidate.key_frame.value,
+                    "key_frame": candidate.encoding.key_frame.value,
                     "own": candidate.own,
                     **estimate(question, candidate, trial),
                 }

@@ -41,7 +41,6 @@ from ropewalk.server.openai.answers import (
     Piece,
     TokenIds,
     Wire,
-    choice_usage,
     total_usage,
 )
 from ropewalk.server.openai.body import body_of
@@ -346,7 +345,7 @@ def no_end() -> RequestFailed:
 
 
 def _usage(choice: Choice) -> str:
-    return f',"usage":{dumps(choice_usage(choice).plain())}'
+    return f',"usage":{dumps(choice.usage.plain())}'
 
 
 def _joined(pieces: Sequence[Piece]) -> Piece:

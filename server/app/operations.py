@@ -68,6 +68,9 @@ def operation_routes(serving: Serving, version: str, place: Place | None) -> API
         """Of Ropewalk."""
         return JSONResponse({"version": version})
 
+    def served_with(entry: EncodingFacts) -> list[str]:
+        return [served.name for served in serving.models if served.encoding == entry.name]
+
     if place is not None:
 
         @router.get("/v1/encodings", response_model=None)
@@ -75,7 +78,7 @@ def operation_routes(serving: Serving, version: str, place: Place | None) -> API
             """Positional encodings: what they do and cost, and what runs them here."""
             if not listed:  # this project's, and others that a model is served with
                 listed[:] = await aside(catalogue, place, [one.encoding for one in serving.models])
-            data = [{**as_json(entry), "models": _served_with(serving, entry)} for entry in listed]
+            data = [{**as_json(entry), "models": served_with(entry)} for entry in listed]
             return JSONResponse(listing(place, data))
 
     @cache
@@ -99,10 +102,6 @@ def operation_routes(serving: Serving, version: str, place: Place | None) -> API
         return HTMLResponse(page)
 
     return router
-
-
-def _served_with(serving: Serving, entry: EncodingFacts) -> list[str]:
-    return [served.name for served in serving.models if served.encoding == entry.name]
 
 
 def _weight(header: str, name: str) -> float:

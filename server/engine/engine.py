@@ -107,7 +107,7 @@ class Engine:
 
         May be read from any thread.
         """
-        return self._scheduler.holds_context
+        return self._scheduler.contexts.holds_longest
 
     @property
     def weights_changed(self) -> bool:

@@ -90,6 +90,10 @@ class Choice:
         self.speller = Speller(tokenizer, first=alone) if scored else None
         self._echo = echo
 
+    @property
+    def usage(self) -> "Usage":
+        return Usage(len(self.prompt), self.tokens, self.cached, self.reasoning)
+
     def take(self, events: Sequence[TokenEvent]) -> Piece:
         """The piece that these events add. Raises the ServeError that an event carries."""
         piece = Piece()
@@ -196,10 +200,6 @@ def total_usage(choices: Sequence[Choice], n: int) -> Usage:
         cached=sum(choice.cached for choice in firsts),
         reasoning=sum(reasoning) if reasoning else None,
     )
-
-
-def choice_usage(choice: Choice) -> Usage:
-    return Usage(len(choice.prompt), choice.tokens, choice.cached, choice.reasoning)
 
 
 class Wire(Protocol):

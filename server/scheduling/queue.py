@@ -240,40 +240,35 @@ class Queue:
         self._limits = limits
         self._running = running
         self._clock = clock
-        # Ordered, because an abort finds its request at once in a queue of any length.
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        # By id: preempted ones first, then in order of arrival. An abort finds its request at once.
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
         self.pace = Pace(2 * limits.max_seqs)
         self._appointments = Appointments(limits.max_queue)
         self._late_from = 0.0  # when to look for requests that have waited too long
 
-    @property
-    def waiting(self) -> Mapping[str, Request]:
-        """By id: preempted ones first, then in order of arrival."""
-        return self._waiting
-
     def add(self, request: Request) -> None:
         """Raises QueueFull."""
         seats, limits = self._seats(), self._limits
         if (
-            len(self._waiting) >= limits.max_queue + seats
+            len(self.waiting) >= limits.max_queue + seats
             or self.turns.count(request.client) >= limits.most_queue + seats
         ):
             raise no_place(limits.max_queue, self._appointment(self._clock()))
-        if not (self._running or self._waiting):
+        if not (self._running or self.waiting):
             self.pace.begin(request.arrival)
             self._appointments.forget()
-        self._waiting[request.id] = request
+        self.waiting[request.id] = request
         self.turns.add(request)
 
     def put_back(self, request: Request) -> None:
         """It was preempted, so it is the first to run again."""
-        self._waiting[request.id] = request
-        self._waiting.move_to_end(request.id, last=False)
+        self.waiting[request.id] = request
+        self.waiting.move_to_end(request.id, last=False)
 
     def admit(self, request: Request) -> None:
         """It waits no longer. For the first time: what is to be computed of its prompt is known."""
-        del self._waiting[request.id]
+        del self.waiting[request.id]
         if request.admitted is None:
             request.admitted = self._clock()
             request.cached = request.computed
@@ -282,21 +277,21 @@ class Queue:
 
     def remove(self, request: Request) -> bool:
         """Forget a request; returns whether it has waited here."""
-        if self._waiting.pop(request.id, None) is None:
+        if self.waiting.pop(request.id, None) is None:
             return False
         self.turns.remove(request)
         return True
 
     def next(self, barred: Container[str] = ()) -> Request | None:
         """The next one to be admitted, without those whose client or turn is `barred`."""
-        first = next(iter(self._waiting.values()), None)
+        first = next(iter(self.waiting.values()), None)
         if first is not None and first.admitted is not None:  # it was preempted
             return first
         return self.turns.next(barred)
 
     def may_admit(self) -> bool:
         """Whether a request could be admitted now."""
-        if not self._waiting or len(self._running) >= self._limits.max_seqs:
+        if not self.waiting or len(self._running) >= self._limits.max_seqs:
             return False
         request = self.next(self.barred())
         return request is not None and request.id != self.no_room
@@ -318,13 +313,13 @@ class Queue:
     def outlook(self) -> Outlook:
         """What a new request has to expect."""
         seats, limits, gap, apart = self._seats(), self._limits, None, 0.0
-        if self._waiting or not seats:
+        if self.waiting or not seats:
             now, ahead = self._clock(), self._ahead()
             gap, apart = self.pace.measured_gap(now, ahead), self.pace.gap(now, ahead)
         return Outlook(
             seats=seats,
-            idle=not (self._running or self._waiting),
-            waiting=len(self._waiting),
+            idle=not (self._running or self.waiting),
+            waiting=len(self.waiting),
             places=limits.max_queue,
             gap_s=gap,
             apart_s=apart,
@@ -337,7 +332,7 @@ class Queue:
         if now < self._late_from:
             return  # called every step, and the queue may be long
         self._late_from = now + min(limit / 16, 1.0)
-        for request in tuple(self._waiting.values()):
+        for request in tuple(self.waiting.values()):
             if request.admitted is not None or self.turns.begun(request):
                 continue
             if now - request.arrival <= limit:
@@ -346,9 +341,9 @@ class Queue:
 
     def check(self) -> None:
         """Raises InvariantError unless those who wait and those who take turns agree."""
-        if any(request.computed for request in self._waiting.values()):
+        if any(request.computed for request in self.waiting.values()):
             raise InvariantError("a waiting request has computed tokens")
-        never_ran = {each.id for each in self._waiting.values() if each.admitted is None}
+        never_ran = {each.id for each in self.waiting.values() if each.admitted is None}
         if never_ran != {request.id for request in self.turns}:
             raise InvariantError("those who take turns are not those who wait")
 
@@ -357,7 +352,7 @@ class Queue:
         return 0 if self.no_room else self._limits.max_seqs - len(self._running)
 
     def _ahead(self) -> list[Request]:
-        those = chain(self._running.values(), self._waiting.values())
+        those = chain(self._running.values(), self.waiting.values())
         return [*islice(those, self._limits.max_seqs)]
 
     def _appointment(self, now: float) -> int:

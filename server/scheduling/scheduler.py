@@ -91,7 +91,7 @@ class Scheduler:
         # Ordered, because an abort finds its request at once.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._queue = Queue(limits, self._running, clock)
-        self._contexts = Contexts(cache, operations, limits, self._running, clock)
+        self.contexts = Contexts(cache, operations, limits, self._running, clock)
         self._all_fit = cache.capacity  # with this capacity every waiting request fits
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
 
@@ -105,18 +105,13 @@ class Scheduler:
         """Preempted ones first, then in order of arrival; none holds blocks."""
         return self._queue.waiting.values()
 
-    @property
-    def holds_context(self) -> bool:
-        """Whether what is left of the cache holds as long a request as the whole cache did."""
-        return self._contexts.holds_longest
-
     def add(self, request: Request) -> None:
         """Queue a new request.
 
         Raises InvalidField (empty prompt, or could not finish even with the cache to itself),
         PromptTooLong, UnsupportedField and QueueFull; ValueError when the id is in use.
         """
-        self._contexts.require_possible(request)
+        self.contexts.require_possible(request)
         if self._find(request.id) is not None:
             raise ValueError(f"request id {request.id!r} is in use")
         self._queue.add(request)
@@ -168,7 +163,7 @@ class Scheduler:
         self._all_fit = self._cache.capacity
         ends = []
         for request in tuple(self.waiting):
-            if not self._contexts.fits(request):
+            if not self.contexts.fits(request):
                 self._end(request, FinishReason.ERROR, self._clock())
                 ends.append(_failure(request.id, request.cached, CacheChanged(SHRUNK)))
         return ends
@@ -206,7 +201,7 @@ class Scheduler:
             kept -= 1
         admitted = [] if preempted else self._admit(work, budget, quick)
         self._cache.save_ahead()
-        return Plan(tuple(work), preempted, tuple(admitted), *self._contexts.drain())
+        return Plan(tuple(work), preempted, tuple(admitted), *self.contexts.drain())
 
     def _budget(self) -> _Budget:
         """The most tokens that the next step may compute."""
@@ -304,9 +299,9 @@ class Scheduler:
         return Work(request, request.computed, min(known - request.computed, budget, most))
 
     def _grow(self, request: Request) -> bool:
-        if self._contexts.is_full(request):  # and is shortened, which frees blocks
+        if self.contexts.is_full(request):  # and is shortened, which frees blocks
             self._queue.no_room = None
-        return self._contexts.grow(request)
+        return self.contexts.grow(request)
 
     def _preempt_newest(self) -> Request:
         """Move the newest running request to the front of the queue.
@@ -317,9 +312,9 @@ class Scheduler:
         request.computed_before = max(request.computed_prompt, request.computed_before)
         request.preemptions += 1
         self._queue.put_back(request)
-        if not self._contexts.fits(request):
+        if not self.contexts.fits(request):
             self._all_fit = -1  # it was admitted before blocks were lost
-        self._contexts.park(request)
+        self.contexts.park(request)
         self._queue.no_room = None
         return request
 
@@ -337,7 +332,7 @@ class Scheduler:
         else:
             return None
         quick = self._queue.next({*self._queue.barred(), long.group or long.client})
-        if quick is None or quick.admitted is not None or self._contexts.will_fork(quick):
+        if quick is None or quick.admitted is not None or self.contexts.will_fork(quick):
             return None
         return quick if quick.context_length + len(quick.source) <= budget // QUICK else None
 
@@ -352,14 +347,14 @@ class Scheduler:
             request = quick or self._queue.next(forking | self._queue.barred() | budget.barred)
             if request is None:
                 break
-            if self._contexts.will_fork(request):
+            if self.contexts.will_fork(request):
                 if request.admitted is not None or not request.group:
                     break
                 forking.add(request.group)
                 continue
-            if self._queue.no_room == request.id or not self._contexts.fetched(request):
+            if self._queue.no_room == request.id or not self.contexts.fetched(request):
                 break
-            if not self._contexts.open(request):
+            if not self.contexts.open(request):
                 self._queue.no_room = request.id
                 break
             quick = None
@@ -379,7 +374,7 @@ class Scheduler:
             self.computed_prompt_tokens += max(0, request.computed_prompt - before)
         elif work.encodes and not request.computed_before:
             self.computed_prompt_tokens += len(request.source)
-        self._contexts.commit(work)
+        self.contexts.commit(work)
         if work.start < request.num_prompt <= request.computed:
             # A waiting request with the same prompt now needs fewer blocks.
             self._queue.no_room = None
@@ -447,7 +442,7 @@ class Scheduler:
             return FinishReason.STOP
         if generated >= params.max_tokens:
             return FinishReason.LENGTH
-        if request.overflow is Overflow.REFUSE and self._contexts.is_full(request):
+        if request.overflow is Overflow.REFUSE and self.contexts.is_full(request):
             return FinishReason.CONTEXT
         return None
 
@@ -456,10 +451,10 @@ class Scheduler:
     ) -> None:
         if not self._queue.remove(request):
             del self._running[request.id]
-            self._contexts.release(request, forget=forget)
+            self.contexts.release(request, forget=forget)
         if request.admitted is not None:
             self._queue.pace.end(now, request.num_generated + (request.pooling is not None))
-        self._contexts.forget(request)
+        self.contexts.forget(request)
         self._queue.no_room = None  # blocks are free, or another request is first in the queue now
         summary = RequestSummary(
             finish=finish,

@@ -624,7 +624,7 @@ def test_limits_below_one_are_refused(name):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda s, a, b: s._queue._waiting.__setitem__("a", a),
+        lambda s, a, b: s._queue.waiting.__setitem__("a", a),
         lambda s, a, b: s._running.__setitem__("b", b),
         lambda s, a, b: s._cache.release("a"),
         lambda s, a, b: s._cache.reserve("x", [1], 1),

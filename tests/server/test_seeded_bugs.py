@@ -216,7 +216,7 @@ def preemption_drops_the_request(patch):
 
     def bug(scheduler):
         request = preempt(scheduler)
-        del scheduler._queue._waiting[request.id]
+        del scheduler._queue.waiting[request.id]
         return request
 
     patch(Scheduler, "_preempt_newest", bug)
@@ -227,7 +227,7 @@ def preempted_goes_to_the_back(patch):
 
     def bug(scheduler):
         request = preempt(scheduler)
-        scheduler._queue._waiting.move_to_end(request.id)
+        scheduler._queue.waiting.move_to_end(request.id)
         return request
 
     patch(Scheduler, "_preempt_newest", bug)
