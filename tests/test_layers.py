@@ -58,7 +58,7 @@ LATE = {  # what few need, and is imported where it is: in a function of these f
     "model/tokenizers/loading.py": ("model.tokenizers.hf", "model.tokenizers.spm"),
     "server/app/operations.py": ("server.app.described",),
     "server/openai/requests.py": ("server.tools.grammars",),
-    "server/launch/build.py": ("cache.spill", "server.launch.graphs"),
+    "server/launch/build.py": ("cache.spill", "server.launch.graphs", "server.launch.registry"),
     "server/launch/load_model.py": ("model.loading.random_weights",),
 }
 NO_TORCH = (  # files, and what begins so

@@ -65,7 +65,7 @@ class Unknown(Outside):
     def embed(self, x, positions):
         return x
 
-    def rotate(self, q, k, positions):
+    def rotate(self, q, k, positions, offsets):
         return q, k
 
     def score_bias(self):
