@@ -178,6 +178,8 @@ class Recorded:
                 self._log.refused(exchange, error, state.get("model"))
             else:
                 self._log.answered(exchange, quiet=scope["path"] in _PROBES)
+            # A connection keeps the state of its last request, but must not keep a model alive.
+            state.pop("requests", None)
 
 
 class Traces(Protocol):
