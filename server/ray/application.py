@@ -6,7 +6,6 @@ Each replica is a process with the whole server but its socket: Ray's proxy has 
 from collections.abc import Mapping
 from typing import Any
 
-import ray
 from ray import serve
 from starlette.types import ASGIApp
 
@@ -14,6 +13,7 @@ from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.errors import UsageError
 from ropewalk.server.launch.build import make_application
+from ropewalk.server.ray.scaling import SEQUENCES
 
 # What Ray's proxy does instead; the YAML has its http_options for that.
 _OF_THE_SOCKET = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "drain_timeout")
@@ -40,7 +40,7 @@ class Ropewalk:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For server/ray/scaling.py: how many sequences run or wait."""
-        return {"sequences": self._made.engine.active()}
+        return {SEQUENCES: self._made.engine.active()}
 
 
 def application(options: dict[str, Any]) -> serve.Application:
