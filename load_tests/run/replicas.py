@@ -13,7 +13,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,11 @@ class Sent:
 
     @classmethod
     def load(cls, path: Path) -> "Sent":
-        fields = json.loads(path.read_text())
+        return cls.of(json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Sent":
+        """What `asdict` made of one."""
         return cls(**{**fields, "answers": [Answer(**each) for each in fields["answers"]]})
 
 
