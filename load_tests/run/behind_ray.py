@@ -82,7 +82,7 @@ class Cluster:
 
 
 def configuration(
-    router: str, model: str, port: int, replicas: int = 2, **args: object
+    name: str, router: str, model: str, port: int, replicas: int = 2, **args: object
 ) -> dict[str, Any]:
     """deploy/ray/ropewalk.yaml for so many replicas with a small cache, on a small machine."""
     # Late, as all of Ray's: it comes with the extra.
@@ -91,7 +91,9 @@ def configuration(
     config: dict[str, Any] = yaml.safe_load(CONFIG.read_text())
     config["http_options"]["port"] = port
     (application,) = config["applications"]
-    application["name"] = router.replace(" ", "-")  # the proxy keeps the router that a name had
+    # Of its own: the proxy keeps the router that a name had, and a name that is being deleted is
+    # not soon deployed again.
+    application["name"] = name.replace(" ", "-")
     application["args"] |= {
         "models": [model],
         "kv_memory": str(_KV),
@@ -181,16 +183,16 @@ class Check:
         """The load on fresh replicas."""
         path = self._out / f"{router}.json"
         if not path.exists():
-            await self._fresh(router)
+            await self._fresh(router, router)
             title = f"two replicas, {router}"
             (await send_all(title, self._cluster.proxy, self._sizes)).save(path)
         return Sent.load(path)
 
-    async def disturbed(self, title: str, act: Callable[[], Awaitable[None]]) -> Disturbed:
-        """A load with longer answers, during which `act` is called and waited for."""
+    async def disturbed(self, title: str, act: Callable[[str], Awaitable[None]]) -> Disturbed:
+        """A load with longer answers, during which `act` is called with the application's name."""
         path = self._out / f"{title}.json"
         if not path.exists():
-            await self._fresh(KEYED)
+            await self._fresh(title, KEYED)
             sizes = replace(self._sizes, output_tokens=64)
             third, began = asyncio.Event(), time.perf_counter()
 
@@ -201,39 +203,39 @@ class Check:
             load = asyncio.create_task(send_all(title, self._cluster.proxy, sizes, tell=tell))
             await third.wait()
             done_s = time.perf_counter() - began
-            await act()
+            await act(title)
             whole_s = time.perf_counter() - began - done_s
             path.write_text(json.dumps(asdict(Disturbed(await load, done_s, whole_s))))
         fields = json.loads(path.read_text())
         return Disturbed(Sent.of(fields.pop("sent")), **fields)
 
-    async def kill(self) -> None:
+    async def kill(self, title: str) -> None:
         """One replica's process, without warning. Ray starts another."""
         victim, _ = await self._cluster.replicas()
         os.kill(victim.pid, signal.SIGKILL)
         await self._cluster.running(2, without=[victim])
 
-    async def drain(self) -> None:
+    async def drain(self, title: str) -> None:
         """One replica: it finishes its streams and ends."""
-        await self._cluster.deploy(self._configuration(KEYED, replicas=1))
+        await self._cluster.deploy(self._configuration(title, replicas=1))
         await self._cluster.running(1)
 
-    async def restart(self) -> None:
+    async def restart(self, title: str) -> None:
         """Both, as an update does: each is replaced first."""
         old = await self._cluster.replicas()
-        await self._cluster.deploy(self._configuration(KEYED, max_queue="1000"))
+        await self._cluster.deploy(self._configuration(title, max_queue="1000"))
         await self._cluster.running(2, without=old)
 
-    async def _fresh(self, router: str) -> None:
+    async def _fresh(self, name: str, router: str) -> None:
         old = await self._cluster.replicas()
-        config = self._configuration(router)
-        await self._cluster.deploy({**config, "applications": []})
-        await self._cluster.deploy(config)
+        await self._cluster.deploy(self._configuration(name, router))
         await self._cluster.running(2, without=old)
 
-    def _configuration(self, router: str, replicas: int = 2, **args: object) -> dict[str, Any]:
+    def _configuration(
+        self, name: str, router: str = KEYED, replicas: int = 2, **args: object
+    ) -> dict[str, Any]:
         port = self._cluster.proxy.port
-        return configuration(router, self._model, port, replicas, **args)
+        return configuration(name, router, self._model, port, replicas, **args)
 
 
 async def one_server(model: str, sizes: Sizes, out: Path) -> Sent:
