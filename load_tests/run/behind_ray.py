@@ -9,22 +9,31 @@ restarted. What was measured is kept in the folder of --out, so a run that was s
 
 import argparse
 import asyncio
-import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, fetch, get_json
 from ropewalk.load_tests.client.process import StartFailed
-from ropewalk.load_tests.run.replicas import Sent, Sizes, failures, send_all, table
+from ropewalk.load_tests.run.replicas import (
+    Sent,
+    Sizes,
+    disturbed_table,
+    failures,
+    faults,
+    send_all,
+    send_disturbed,
+    table,
+)
 from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "ray" / "ropewalk.yaml"
@@ -144,32 +153,6 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
         started.stop()
 
 
-@dataclass(frozen=True, slots=True)
-class Disturbed:
-    """A load during which something was done to the replicas; seconds after it began."""
-
-    sent: Sent
-    done_s: float
-    whole_s: float  # from then on, until as many replicas as before ran again
-
-    @property
-    def row(self) -> str:
-        lost = [answer for answer in self.sent.answers if answer.error is not None]
-        begun = sum(answer.begun for answer in lost)
-        longest = max(answer.seconds for answer in self.sent.answers)
-        return (
-            f"|{self.sent.title}|{len(self.sent.good)} of {len(self.sent.answers)}|{begun}|"
-            f"{len(lost) - begun}|{longest:.1f} s|{self.whole_s:.0f} s|"
-        )
-
-
-DISTURBED = (
-    "|under load, a replica is|answered|lost in their streams|before a token|longest request|"
-    "whole again after|",
-    "|:--|--:|--:|--:|--:|--:|",
-)
-
-
 class Check:
     """Measures what the folder `out` has no file for."""
 
@@ -188,43 +171,31 @@ class Check:
             (await send_all(title, self._cluster.proxy, self._sizes)).save(path)
         return Sent.load(path)
 
-    async def disturbed(self, title: str, act: Callable[[str], Awaitable[None]]) -> Disturbed:
-        """A load with longer answers, during which `act` is called with the application's name."""
+    async def disturbed(self, title: str, act: Callable[[str], Awaitable[float]]) -> Sent:
+        """The load while `act` is done to the replicas of the application of that name."""
         path = self._out / f"{title}.json"
         if not path.exists():
             await self._fresh(title, KEYED)
-            sizes = replace(self._sizes, output_tokens=64)
-            third, began = asyncio.Event(), time.perf_counter()
+            done = partial(act, title)
+            (await send_disturbed(title, self._cluster.proxy, self._sizes, done)).save(path)
+        return Sent.load(path)
 
-            def tell(done: int) -> None:
-                if done >= sizes.requests // 3:
-                    third.set()
-
-            load = asyncio.create_task(send_all(title, self._cluster.proxy, sizes, tell=tell))
-            await third.wait()
-            done_s = time.perf_counter() - began
-            await act(title)
-            whole_s = time.perf_counter() - began - done_s
-            path.write_text(json.dumps(asdict(Disturbed(await load, done_s, whole_s))))
-        fields = json.loads(path.read_text())
-        return Disturbed(Sent.of(fields.pop("sent")), **fields)
-
-    async def kill(self, title: str) -> None:
+    async def kill(self, title: str) -> float:
         """One replica's process, without warning. Ray starts another."""
         victim, _ = await self._cluster.replicas()
         os.kill(victim.pid, signal.SIGKILL)
-        await self._cluster.running(2, without=[victim])
+        return await self._cluster.running(2, without=[victim])
 
-    async def drain(self, title: str) -> None:
+    async def drain(self, title: str) -> float:
         """One replica: it finishes its streams and ends."""
         await self._cluster.deploy(self._configuration(title, replicas=1))
-        await self._cluster.running(1)
+        return await self._cluster.running(1)
 
-    async def restart(self, title: str) -> None:
+    async def restart(self, title: str) -> float:
         """Both, as an update does: each is replaced first."""
         old = await self._cluster.replicas()
         await self._cluster.deploy(self._configuration(title, max_queue="1000"))
-        await self._cluster.running(2, without=old)
+        return await self._cluster.running(2, without=old)
 
     async def _fresh(self, name: str, router: str) -> None:
         old = await self._cluster.replicas()
@@ -262,35 +233,13 @@ async def measure(model: str, sizes: Sizes, out: Path) -> int:
             routed = {router: await check.routed(router) for router in ROUTERS}
             print("\n".join(table([one, *routed.values()], one)), flush=True)
             acts = {"killed": check.kill, "drained": check.drain, "restarted": check.restart}
-            disturbed = [await check.disturbed(title, act) for title, act in acts.items()]
-    print("\n".join(["", *DISTURBED, *(each.row for each in disturbed)]))
-    for each in disturbed:
-        print("\n".join(failures(each.sent)))
-    found = list(faults(one, routed, disturbed, sizes.workers))
+            disturbed = {title: await check.disturbed(title, act) for title, act in acts.items()}
+    print("\n".join(["", *disturbed_table([*disturbed.values()]), ""]))
+    for sent in disturbed.values():
+        print("\n".join(failures(sent)))
+    found = list(faults(one, routed, "round robin", KEYED, disturbed))
     print("\n".join(found or ["All that must hold holds."]))
     return 1 if found else 0
-
-
-def faults(
-    one: Sent, routed: Mapping[str, Sent], disturbed: Sequence[Disturbed], most_lost: int
-) -> Iterator[str]:
-    """What should hold and does not, a sentence each. most_lost: of requests at a killed one."""
-    for sent in (one, *routed.values()):
-        if len(sent.good) < len(sent.answers):
-            yield f"{sent.title}: not all requests were answered."
-        if sent.same(one) < len(sent.good):
-            yield f"{sent.title}: some answers differ from those of one server."
-    keyed = routed[KEYED].hit_rate
-    if keyed < 0.9 * one.hit_rate:
-        yield f"The hit rate is {keyed / one.hit_rate:.0%} of one server's, less than 90 %."
-    if keyed < 1.5 * routed["round robin"].hit_rate:
-        yield "The hit rate is less than 1.5 times that of round robin."
-    for each in disturbed:
-        if any("within" in (answer.error or "") for answer in each.sent.answers):
-            yield f"{each.sent.title}: a request hung until its timeout."
-        lost = len(each.sent.answers) - len(each.sent.good)
-        if lost > (most_lost if each.sent.title == "killed" else 0):
-            yield f"{each.sent.title}: {lost} requests were lost."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,8 +13,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Sent:
     answers: list[Answer]
     seconds: float
     counted: tuple[float, float] | None = None  # hits and prompt tokens, by the metrics
+    whole_s: float | None = None  # from what was done to the replicas until all ran again
 
     @property
     def good(self) -> list[Answer]:
@@ -144,6 +145,25 @@ async def send_all(
     return Sent(title, [found[number] for number in range(len(requests))], seconds, counted)
 
 
+async def send_disturbed(
+    title: str, server: Server, sizes: Sizes, act: Callable[[], Awaitable[float | None]]
+) -> Sent:
+    """Send longer answers, and call `act` when a third of them are there.
+
+    It returns after how many seconds all replicas ran again, or None where they do not.
+    """
+    sizes, third = replace(sizes, output_tokens=64), asyncio.Event()
+
+    def tell(done: int) -> None:
+        if done >= sizes.requests // 3:
+            third.set()
+
+    load = asyncio.create_task(send_all(title, server, sizes, tell=tell))
+    await third.wait()
+    whole_s = await act()
+    return replace(await load, whole_s=whole_s)
+
+
 def table(sent: Sequence[Sent], one: Sent | None = None) -> list[str]:
     """Rows of Markdown; `one` is the server whose answers and hits the others are compared with."""
     rows = [
@@ -159,6 +179,50 @@ def table(sent: Sequence[Sent], one: Sent | None = None) -> list[str]:
             f"{len(each.good) / each.seconds:.1f}|"
         )
     return rows
+
+
+def disturbed_table(sent: Sequence[Sent]) -> list[str]:
+    """Rows of Markdown for loads during which something was done to the replicas."""
+    rows = [
+        "|under load, a replica is|answered|lost in their streams|before a token|longest request|"
+        "whole again after|",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for each in sent:
+        lost = [answer for answer in each.answers if answer.error is not None]
+        begun = sum(answer.begun for answer in lost)
+        longest = max(answer.seconds for answer in each.answers)
+        whole = "" if each.whole_s is None else f"{each.whole_s:.0f} s"
+        rows.append(
+            f"|{each.title}|{len(each.good)} of {len(each.answers)}|{begun}|{len(lost) - begun}|"
+            f"{longest:.1f} s|{whole}|"
+        )
+    return rows
+
+
+def faults(
+    one: Sent, routed: Mapping[str, Sent], blind: str, best: str, disturbed: Mapping[str, Sent]
+) -> Iterator[str]:
+    """What should hold and does not, a sentence each.
+
+    `routed` is by the way to route: `blind` knows no prefixes, `best` does. `disturbed` is by what
+    was done; only if a replica was killed, requests may be lost: those that it had.
+    """
+    for sent in (one, *routed.values()):
+        if len(sent.good) < len(sent.answers):
+            yield f"{sent.title}: not all requests were answered."
+        if sent.same(one) < len(sent.good):
+            yield f"{sent.title}: some answers differ from those of one server."
+    if routed[best].hit_rate < 0.9 * one.hit_rate:
+        yield f"{best}: the hit rate is less than 90 % of one server's."
+    if routed[best].hit_rate < 1.5 * routed[blind].hit_rate:
+        yield f"{best}: the hit rate is less than 1.5 times that of {blind}."
+    for what, sent in disturbed.items():
+        if any("no complete answer within" in (answer.error or "") for answer in sent.answers):
+            yield f"{sent.title}: a request hung until its timeout."
+        lost = len(sent.answers) - len(sent.good)
+        if lost > (Sizes().workers if what == "killed" else 0):
+            yield f"{sent.title}: {lost} requests were lost."
 
 
 def failures(sent: Sent) -> Iterator[str]:
