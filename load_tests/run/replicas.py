@@ -18,8 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from ropewalk.load_tests.client.client import (
     DIALECTS,
     Server,
@@ -30,13 +28,13 @@ from ropewalk.load_tests.client.client import (
 from ropewalk.load_tests.client.exchange import Answer as Exchange
 from ropewalk.load_tests.client.exchange import exchange
 from ropewalk.load_tests.client.http1 import BadResponse, EventReader
-from ropewalk.load_tests.client.scrape import snapshot
+from ropewalk.load_tests.client.scrape import snapshot, total, view
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.workload.prompts import PromptMaker
 
-_HITS = "ropewalk_prefix_cache_hit_tokens"
-_PROMPTS = "ropewalk_prompt_tokens"
+_HITS = "ropewalk_prefix_cache_hit_tokens_total"
+_PROMPTS = "ropewalk_prompt_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ async def send_all(
     requests = requests_of(sizes)
     found: dict[int, Answer] = {}
     queue = iter(enumerate(requests))
-    before = await _counted(metrics)
+    before = await _snapshots(metrics)
     began = time.perf_counter()
 
     async def work() -> None:
@@ -138,10 +136,7 @@ async def send_all(
         for _ in range(sizes.workers):
             group.create_task(work())
     seconds = time.perf_counter() - began
-    after = await _counted(metrics)
-    counted = None
-    if before is not None and after is not None:
-        counted = after[0] - before[0], after[1] - before[1]
+    counted = _counted(before, await _snapshots(metrics)) if metrics else None
     return Sent(title, [found[number] for number in range(len(requests))], seconds, counted)
 
 
@@ -285,18 +280,17 @@ async def _ask(server: Server, request: Request, began: float) -> Answer:
     )
 
 
-async def _counted(metrics: Sequence[Server]) -> tuple[float, float] | None:
-    """Hits and prompt tokens of all replicas so far."""
-    if not metrics:
-        return None
-    totals = dict.fromkeys((_HITS, _PROMPTS), 0.0)
-    for server in metrics:
-        for family in text_string_to_metric_families(await snapshot(server)):
-            if family.name in totals:
-                totals[family.name] += sum(
-                    sample.value for sample in family.samples if sample.name.endswith("_total")
-                )
-    return totals[_HITS], totals[_PROMPTS]
+async def _snapshots(metrics: Sequence[Server]) -> list[str]:
+    return [await snapshot(server) for server in metrics]
+
+
+def _counted(before: Sequence[str], after: Sequence[str]) -> tuple[float, float]:
+    """Hits and prompt tokens of all replicas in between."""
+    views = [view(old, (), new, None, ()) for old, new in zip(before, after, strict=True)]
+    hits, tokens = (
+        sum(total(each.counters, family) or 0.0 for each in views) for family in (_HITS, _PROMPTS)
+    )
+    return hits, tokens
 
 
 def server_at(url: str, timeout_s: float, model: str | None = None) -> Server:
