@@ -73,7 +73,8 @@ def session(body: bytes) -> str | None:
     """A name for how a body's prompt begins, from the body's first bytes; None if there is none.
 
     Of a conversation: all before its first user message, and the beginning of that. So it is the
-    same in every turn, and different users of one system prompt are spread.
+    same in every turn, and different users of one system prompt are spread. A `prompt_cache_key`
+    stands for all of it, as for OpenAI.
     """
     try:
         fields = from_json(body.decode(errors="ignore"), allow_partial="trailing-strings")
@@ -81,13 +82,17 @@ def session(body: bytes) -> str | None:
         return None
     if not isinstance(fields, dict):
         return None
-    begins = [fields.get(name) for name in ("model", "system", "instructions")]
+    begins = [fields.get(name) for name in ("model", "prompt_cache_key")]
+    if begins[-1]:
+        return _digest(begins)
+    begins += [fields.get(name) for name in ("system", "instructions")]
     for said in (fields.get(name) for name in ("messages", "input", "prompt")):
         if said:
-            begins += _beginning(said)
-            break
-    else:
-        return None
+            return _digest(begins + _beginning(said))
+    return None
+
+
+def _digest(begins: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(begins).encode(), digest_size=12).hexdigest()
 
 
@@ -128,6 +133,8 @@ class Finished:
         async def noted(message: Message) -> None:
             nonlocal began, over
             if message["type"] == "http.response.start":
+                # Ray adds the request's id once more.
+                message = {**message, "headers": [*dict.fromkeys(map(tuple, message["headers"]))]}
                 began = message
             else:
                 over = over or not message.get("more_body", False)

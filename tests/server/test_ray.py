@@ -31,6 +31,8 @@ def named(**fields) -> str | None:
         ({"prompt": f"{LONG} why?"}, {"prompt": f"{LONG} how?"}, True),
         ({"prompt": f"why? {LONG}"}, {"prompt": f"how? {LONG}"}, False),
         ({"prompt": [*range(BEGINNING), 1]}, {"prompt": [*range(BEGINNING), 2]}, True),
+        ({"prompt": "a", "prompt_cache_key": "k"}, {"prompt": "b", "prompt_cache_key": "k"}, True),
+        ({"prompt": "a", "prompt_cache_key": "k"}, {"prompt": "a", "prompt_cache_key": "l"}, False),
         ({"prompt": [1, 2]}, {"prompt": [2, 1]}, False),
         ({"prompt": [[1, 2], [3]]}, {"prompt": [[1, 2], [4]]}, False),
     ],
