@@ -14,7 +14,13 @@ from pydantic_core import from_json
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.errors import NotReady, ReceiveTimeout, ServeError
+from ropewalk.server.errors import (
+    DeadlineExceeded,
+    NotReady,
+    QueueFull,
+    ReceiveTimeout,
+    ServeError,
+)
 
 # The header from which Ray's consistent-hash router takes its key.
 SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower().encode()
@@ -113,7 +119,10 @@ def _beginning(said: Any) -> list[Any]:
 
 
 class Finished:
-    """Answers where a replica has died and Ray would only close the connection."""
+    """Ends with an error what a lost replica leaves, and says Ray's own refusals as the API does.
+
+    Ray would close the connection, and answer in plain text.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -122,37 +131,56 @@ class Finished:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began: Message | None = None
-        over = False  # all is sent, or nobody listens
+        error: ServeError | None = NotReady(
+            "the replica that had this request has ended; send it again"
+        )
 
         async def watched() -> Message:
-            nonlocal over
+            nonlocal error
             message = await receive()
-            over = over or message["type"] == "http.disconnect"
+            if message["type"] == "http.disconnect":
+                error = None
             return message
 
         async def noted(message: Message) -> None:
-            nonlocal began, over
+            nonlocal began, error
             if message["type"] == "http.response.start":
+                if refusal := _refusal(message):
+                    error = refusal
+                    return
                 # Ray adds the request's id once more.
-                message = {**message, "headers": [*dict.fromkeys(map(tuple, message["headers"]))]}
-                began = message
-            else:
-                over = over or not message.get("more_body", False)
+                began = message | {"headers": [*dict.fromkeys(map(tuple, message["headers"]))]}
+                return await send(began)
+            if began is None:
+                return  # the text of a refusal
+            if not message.get("more_body", False):
+                error = None
             await send(message)
 
         await self._app(scope, watched, noted)
-        if over:
+        if error is None:
             return
-        error, path = (
-            NotReady("the replica that had this request is gone; send it again"),
-            scope["path"],
-        )
         if began is None:
-            await _refuse(error, path, send)
-        elif (b"content-type", b"text/event-stream; charset=utf-8") in began["headers"]:
-            kind = b"event: error\n" if path.startswith("/v1/messages") else b""
-            frame = kind + b"data: " + error.body(path) + b"\n\n"
+            return await _refuse(error, scope["path"], send)
+        if (b"content-type", b"text/event-stream; charset=utf-8") in began["headers"]:
+            kind = b"event: error\n" if scope["path"].startswith("/v1/messages") else b""
+            frame = kind + b"data: " + error.body(scope["path"]) + b"\n\n"
             await send({"type": "http.response.body", "body": frame})
+
+
+def _refusal(start: Message) -> ServeError | None:
+    """Of Ray, whose own answers are plain text; a replica's errors are not."""
+    headers = dict(start["headers"])
+    if not headers.get(b"content-type", b"").startswith(b"text/plain"):
+        return None
+    if start["status"] == 429:
+        seconds = int(headers.get(b"retry-after", b"1"))
+        return QueueFull("all replicas are busy; send the request later", retry_after=seconds)
+    if start["status"] == 503:
+        return NotReady("no replica takes requests; send this one later")
+    if start["status"] == 408:
+        return DeadlineExceeded("the request took longer than Ray waits; ask for less at once")
+    return None
 
 
 async def _refuse(error: ServeError, path: str, send: Send) -> None:

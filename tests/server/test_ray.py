@@ -146,6 +146,30 @@ def test_what_a_lost_replica_leaves_ends_with_an_error(answers, path, added):
         assert have == want if isinstance(want, int) else want in have
 
 
+@pytest.mark.parametrize(
+    ("status", "told", "code"),
+    [(429, 429, "queue_full"), (503, 503, "not_ready"), (408, 504, "deadline_exceeded")],
+)
+def test_ray_s_own_refusals_are_told_as_the_api_tells_them(status, told, code):
+    async def app(scope, receive, send):
+        head = [(b"content-type", b"text/plain"), (b"retry-after", b"7")]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send(chunk(b"Request dropped due to backpressure", False))
+
+    (begun, body), _ = asked(app, [], wrapped=Finished)
+    assert (begun["status"], json.loads(body["body"])["error"]["code"]) == (told, code)
+    assert dict(begun["headers"]).get(b"retry-after") == {429: b"7", 503: b"5"}.get(told)
+
+
+def test_an_id_that_is_there_twice_is_told_once():
+    async def app(scope, receive, send):
+        await send(start(EVENTS) | {"headers": [(b"x-request-id", b"a"), [b"x-request-id", b"a"]]})
+        await send(chunk(b"", False))
+
+    sent, _ = asked(app, [], wrapped=Finished)
+    assert sent[0]["headers"] == [(b"x-request-id", b"a")]
+
+
 def test_nobody_is_told_who_has_left():
     async def app(scope, receive, send):
         await send(STREAM[0])
