@@ -140,7 +140,6 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
     words += [f"--{name}={value}" for name, value in flags.items()]
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",
-        "RAY_raylet_start_wait_time_s": "120",  # on a busy machine its 30 s are not enough
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "ropewalk.server.ray.proxy:middlewares",
     }
     started = process.start("Ray", words, logs / "ray.log")
