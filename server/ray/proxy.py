@@ -149,7 +149,8 @@ class Finished:
                     error = refusal
                     return
                 # Ray adds the request's id once more.
-                began = message | {"headers": [*dict.fromkeys(map(tuple, message["headers"]))]}
+                told_once = [*dict.fromkeys(map(tuple, message["headers"]))]
+                began = {**message, "headers": told_once}
                 return await send(began)
             if began is None:
                 return  # the text of a refusal
