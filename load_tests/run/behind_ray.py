@@ -143,7 +143,7 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "ropewalk.server.ray.proxy:middlewares",
     }
     started = process.start("Ray", words, logs / "ray.log")
-    server = Server(process.HOST, dashboard, DIALECTS["openai"], timeout_s=30, idle_s=30)
+    server = Server(process.HOST, dashboard, DIALECTS["openai"], timeout_s=120, idle_s=120)
     try:
         began = time.monotonic()
         while True:
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminated_as_interrupted():
             return asyncio.run(measure(args.model, Sizes(requests=args.requests), args.out))
-    except StartFailed as error:
+    except (StartFailed, Unreachable) as error:
         print(error, file=sys.stderr)
         return 2
 
