@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -200,3 +201,23 @@ def test_a_replica_takes_the_options_of_serve_but_not_those_of_its_socket():
         application({"port": 9000})
     with pytest.raises(UsageError, match="not an option of ropewalk serve"):
         application({"kv_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("alive", "failure", "unsound", "why"),
+    [
+        (True, None, None, None),
+        (False, "The engine failed.", None, "The engine failed."),
+        (False, None, None, "not making progress"),
+        (True, None, "4 cached blocks changed", "4 cached blocks changed"),
+    ],
+)
+def test_ray_learns_whether_a_replica_is_well_and_what_it_has_to_do(alive, failure, unsound, why):
+    pytest.importorskip("ray.serve")
+    from ropewalk.server.ray.application import Replica
+
+    engine = SimpleNamespace(alive=alive, failure=failure, unsound=unsound, active=lambda: 5)
+    replica = SimpleNamespace(_made=SimpleNamespace(engine=engine))
+    assert asyncio.run(Replica.record_autoscaling_stats(replica)) == {"sequences": 5}
+    with pytest.raises(RuntimeError, match=why) if why else nullcontext():
+        asyncio.run(Replica.check_health(replica))
