@@ -130,13 +130,8 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
         "object-store-memory": 100 << 20,
         "temp-dir": logs,
     }
-    words = [
-        str(Path(sys.executable).with_name("ray")),
-        "start",
-        "--head",
-        "--block",
-        "--disable-usage-stats",
-    ]
+    program = str(Path(sys.executable).with_name("ray"))
+    words = [program, "start", "--head", "--block", "--disable-usage-stats"]
     words += [f"--{name}={value}" for name, value in flags.items()]
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",

@@ -8,6 +8,8 @@ import hashlib
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic_core import from_json
@@ -82,24 +84,21 @@ def session(body: bytes) -> str | None:
     same in every turn, and different users of one system prompt are spread. A `prompt_cache_key`
     stands for all of it, as for OpenAI.
     """
-    try:
+    with suppress(ValueError):  # not JSON, or a number too long to write: the replica refuses it
         fields = from_json(body.decode(errors="ignore"), allow_partial="trailing-strings")
-    except ValueError:  # which the replica tells the client
-        return None
-    if not isinstance(fields, dict):
-        return None
-    begins = [fields.get(name) for name in ("model", "prompt_cache_key")]
-    if begins[-1]:
-        return _digest(begins)
-    begins += [fields.get(name) for name in ("system", "instructions")]
-    for said in (fields.get(name) for name in ("messages", "input", "prompt")):
-        if said:
-            return _digest(begins + _beginning(said))
+        if isinstance(fields, dict) and (begins := _beginnings(fields)):
+            return hashlib.blake2b(json.dumps(begins).encode(), digest_size=12).hexdigest()
     return None
 
 
-def _digest(begins: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(begins).encode(), digest_size=12).hexdigest()
+def _beginnings(fields: Mapping[str, Any]) -> list[Any]:
+    model, key = fields.get("model"), fields.get("prompt_cache_key")
+    if key:
+        return [model, key]
+    for said in (fields.get(name) for name in ("messages", "input", "prompt")):
+        if said:
+            return [model, fields.get("system"), fields.get("instructions"), *_beginning(said)]
+    return []
 
 
 def _beginning(said: Any) -> list[Any]:

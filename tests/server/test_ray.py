@@ -14,6 +14,7 @@ from ropewalk.server.ray.scaling import BySequences
 SYSTEM, HI = {"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}
 MORE = [{"role": "assistant", "content": "yes?"}, {"role": "user", "content": "why?"}]
 LONG = "long " * BEGINNING
+DIGITS, DEEP = b'{"prompt":[%s]}' % (b"9" * 9000), b'{"prompt":' + b"[" * 9000
 
 
 def named(**fields) -> str | None:
@@ -48,7 +49,9 @@ def test_a_long_body_is_named_by_its_beginning():
     assert {session(whole[:cut]) for cut in range(4000, 4010)} == {session(whole)}
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{}", b"no JSON", b'{"messages":[]}', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"{}", b"no JSON", b'{"messages":[]}', b"\xff", DIGITS, DEEP]
+)
 def test_a_body_without_a_prompt_has_no_session(body):
     assert session(body) is None
 
