@@ -266,7 +266,8 @@ def configuration_page() -> str:
         rows = [f"## ropewalk {command.name}\n"]
         rows += ["|flag|variable|value|default|meaning|", "|---|---|---|---|---|"]
         for one in settings_of(command):
-            flags = "`, `".join([*one.opts, *one.secondary_opts]).replace("models", "MODEL")
+            words = [*one.opts, *one.secondary_opts]
+            flags = "`, `".join("MODEL" if word == "models" else word for word in words)
             cells = (f"`{flags}`", f"`{one.envvar}`", ", ".join(one.values))
             rows.append(f"|{'|'.join(cells)}|{one.default_in_words}|{one.help}|")
         parts.append("\n".join(rows))

@@ -3,8 +3,9 @@
     python -m ropewalk.load_tests.run.behind_ray
 
 Starts Ray with deploy/ray/ropewalk.yaml and a small bundled model, and sends the load of
-replicas.py through its proxy: under each router, and while a replica is killed, drained and
-restarted. What was measured is kept in the folder of --out, so a run that was stopped goes on.
+replicas.py through its proxy: under each router, and while a replica is killed, drained,
+restarted and frozen. What was measured is kept in the folder of --out, so a run that was stopped
+goes on.
 """
 
 import argparse
@@ -135,6 +136,7 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
     words += [f"--{name}={value}" for name, value in flags.items()]
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "ropewalk.server.ray.proxy:middlewares",
     }
     started = process.start("Ray", words, logs / "ray.log")
@@ -187,6 +189,12 @@ class Check:
         os.kill(victim.pid, signal.SIGKILL)
         return await self._cluster.running(2, without=[victim])
 
+    async def freeze(self, title: str) -> float:
+        """One replica's process stands still. Ray asks three times how it is."""
+        victim, _ = await self._cluster.replicas()
+        os.kill(victim.pid, signal.SIGSTOP)
+        return await self._cluster.running(2, without=[victim])
+
     async def drain(self, title: str) -> float:
         """One replica: it finishes its streams and ends."""
         await self._cluster.deploy(self._configuration(title, replicas=1))
@@ -234,6 +242,7 @@ async def measure(model: str, sizes: Sizes, out: Path) -> int:
             routed = {router: await check.routed(router) for router in ROUTERS}
             print("\n".join(table([one, *routed.values()], one)), flush=True)
             acts = {"killed": check.kill, "drained": check.drain, "restarted": check.restart}
+            acts["frozen"] = check.freeze
             disturbed = {title: await check.disturbed(title, act) for title, act in acts.items()}
     print("\n".join(["", *disturbed_table([*disturbed.values()]), ""]))
     for sent in disturbed.values():

@@ -201,7 +201,7 @@ def faults(
     """What should hold and does not, a sentence each.
 
     `routed` is by the way to route: `blind` knows no prefixes, `best` does. `disturbed` is by what
-    was done; only if a replica was killed, requests may be lost: those that it had.
+    was done; only if a replica was killed or frozen, requests may be lost: those that it had.
     """
     for sent in (one, *routed.values()):
         if len(sent.good) < len(sent.answers):
@@ -216,7 +216,7 @@ def faults(
         if any("no complete answer within" in (answer.error or "") for answer in sent.answers):
             yield f"{sent.title}: a request hung until its timeout."
         lost = len(sent.answers) - len(sent.good)
-        if lost > (Sizes().workers if what == "killed" else 0):
+        if lost > (Sizes().workers if what in ("killed", "frozen") else 0):
             yield f"{sent.title}: {lost} requests were lost."
 
 

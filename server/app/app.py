@@ -20,7 +20,7 @@ from ropewalk.server.app.described import described_routes
 from ropewalk.server.app.embeddings import embedding_routes
 from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
-from ropewalk.server.app.operations import operation_routes
+from ropewalk.server.app.operations import Loader, model_routes, operation_routes
 from ropewalk.server.app.tokens import token_routes
 from ropewalk.server.app.translated import translated_routes
 from ropewalk.server.config import HttpOptions
@@ -50,6 +50,9 @@ from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
 
+Application = FastAPI
+MAX_BODY = 4 << 20  # bytes, where the configuration sets no limit
+
 
 def create_app(
     models: Models,
@@ -59,11 +62,13 @@ def create_app(
     place: Place | None = None,
     planners: Mapping[str, CachePlanner] | None = None,
     traces: Traces | None = None,
+    loader: Loader | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
-    /v1/encodings describes `place`, and `planners`, by model, answer /v1/cache/plan; without them
-    these routes do not exist. `app.state.drain` is the Drain for server/http/protocol.py's Server.
+    /v1/encodings describes `place`, `planners`, by model, answer /v1/cache/plan, and `loader` loads
+    and unloads models; without them these routes do not exist. `app.state.drain` is the Drain for
+    server/http/protocol.py's Server.
     """
     drain = Drain()
     log = HttpLog(metrics, access_log=options.access_log)
@@ -76,6 +81,7 @@ def create_app(
             # For server/http/protocol.py.
             yield {"unread": log.unread, "shedder": Shedder(door, drain, identify, log)}
         finally:
+            await models.close()
             await engine.stop()
             log.close()
             if traces is not None:
@@ -90,8 +96,8 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.drain = drain
-    door = Door((served.name for served in models), engine.outlook)
+    app.state.drain, app.state.models = drain, models
+    door = Door(dict.fromkeys(models.names.values()), engine.outlook)
     hosts, keys = Hosts(options.allowed_hosts), Keys(options.api_keys)
 
     def identify(scope: Scope) -> str:
@@ -100,15 +106,15 @@ def create_app(
         return keys.client(scope) if options.api_keys else ""
 
     serving = Serving(models, engine, metrics, drain, options)
-    routers = [openai_routes(serving), translated_routes(serving)]
+    routers = [] if loader is None else [model_routes(serving, loader)]
+    routers += [openai_routes(serving), translated_routes(serving)]
     routers += [embedding_routes(serving), token_routes(serving)]
     if place is not None:
         routers.append(encoding_routes(models, place))
     if planners is not None:
         routers.append(cache_routes(serving, planners))
     routers.append(operation_routes(serving, own_version()))
-    names = [name for served in models for name in (served.name, *served.aliases)]
-    routers.append(described_routes(names, with_key=bool(options.api_keys)))
+    routers.append(described_routes(list(models.names), with_key=bool(options.api_keys)))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -158,5 +164,8 @@ def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
 def _body_limit(models: Models, options: HttpOptions) -> int:
     if options.max_body_bytes is not None:
         return options.max_body_bytes
-    longest = max(served.max_context for served in models)
-    return min(4 << 20, (64 << 10) + 256 * longest)
+    loaded = [models.get(own) for own in models.names.values()]
+    contexts = [served.max_context for served in loaded if served is not None]
+    if len(contexts) < len(loaded):  # those of the others are not known yet
+        return MAX_BODY
+    return min(MAX_BODY, (64 << 10) + 256 * max(contexts))

@@ -27,7 +27,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
     @router.get("/v1/cache", response_model=None)
     async def cache(request: Request, model: str | None = None) -> Response:
         """Blocks, sequences and sharing, as they are between two steps."""
-        chosen = list(serving.models) if model is None else [serving.find(request, model)]
+        chosen = await serving.chosen(request, model)
         data = [
             described(served, planners[served.name], await _view(serving, served.name))
             for served in chosen
@@ -37,7 +37,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
     @router.post("/v1/cache/flush", response_model=None)
     async def flush(request: Request, model: str | None = None) -> Response:
         """Forgets every cached block that no request holds."""
-        chosen = list(serving.models) if model is None else [serving.find(request, model)]
+        chosen = await serving.chosen(request, model)
         data = [
             {"model": served.name, "flushed_blocks": await _flushed(serving, served.name)}
             for served in chosen
@@ -48,7 +48,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, CachePlanner]) -> APIR
     async def plan(request: Request) -> Response:
         """What an operation would cost, encoding by encoding, without touching any cache."""
         body = await body_of(request, CachePlanBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         planner = planners[served.name]
         question = planner.question(body)
         answer = await aside(planner.answer, question)

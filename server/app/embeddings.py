@@ -46,7 +46,7 @@ def embedding_routes(serving: Serving) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         """One vector for each input: of the last token or the mean of all, normalised."""
         body = await body_of(request, EmbeddingBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         state = state_of(request.scope)
         salt = combined_salt(state.get("salt", ""), body.cache_salt)
         requests = await embedding_requests(body, served, salt, state.get("client", ""))

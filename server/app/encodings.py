@@ -1,5 +1,7 @@
 """The route that lists positional encodings: what they do and cost, and what runs them here."""
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse
 
@@ -11,14 +13,16 @@ from ropewalk.server.openai.served_models import Models
 def encoding_routes(models: Models, place: Place) -> APIRouter:
     """Lists this project's encodings, and others that a model is served with."""
     router = APIRouter()
-    found: list[EncodingFacts] = []  # nothing in it changes while the server runs
+    found: dict[frozenset[str], Sequence[EncodingFacts]] = {}  # by those that models have
 
     @router.get("/v1/encodings", response_model=None)
     async def encodings() -> Response:
-        if not found:
-            served = [one.encoding for one in models]
-            found[:] = await aside(catalogue, place, served)
-        data = [{**as_json(entry), "models": _served_with(models, entry)} for entry in found]
+        served = frozenset(one.encoding for one in models)
+        if served not in found:
+            found[served] = await aside(catalogue, place, sorted(served))
+        data = [
+            {**as_json(entry), "models": _served_with(models, entry)} for entry in found[served]
+        ]
         return JSONResponse(listing(place, data))
 
     return router

@@ -43,14 +43,24 @@ class Serving:
     drain: Drain
     options: HttpOptions
 
-    def find(self, request: Request, name: str | None) -> Served:
-        """The model of that name; from here on, refusals are counted for it."""
-        served = self.models.get(name)
+    async def find(self, request: Request, name: str | None) -> Served:
+        """The model of that name, loaded until the request is over.
+
+        From here on, refusals are counted for it.
+        """
+        own = self.models.name(name)
         state = state_of(request.scope)
-        state["model"] = served.name
+        state["model"] = own
         if "visit" in state:
-            state["visit"].choose(served.name)
-        return served
+            state["visit"].choose(own)
+        return await self.models.hold(own, state["held"])
+
+    async def chosen(self, request: Request, name: str | None) -> list[Served]:
+        """The model of that name, else all that are loaded."""
+        if name is not None:
+            return [await self.find(request, name)]
+        held = state_of(request.scope)["held"]
+        return [await self.models.hold(served.name, held) for served in list(self.models)]
 
     async def answer(
         self,
@@ -82,7 +92,7 @@ def openai_routes(serving: Serving) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continues prompts, which are texts or token ids."""
         body = await body_of(request, CompletionBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         prompts = await completion_prompts(body, served)
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, prompts, wire)
@@ -91,7 +101,7 @@ def openai_routes(serving: Serving) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, in the model's own template."""
         body = await body_of(request, ChatBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         prompt = await chat_prompt(body, served)
         wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, [prompt], wire)
@@ -99,17 +109,13 @@ def openai_routes(serving: Serving) -> APIRouter:
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
         """What is served, under all its names."""
-        data = [
-            _described(served, name)
-            for served in serving.models
-            for name in (served.name, *served.aliases)
-        ]
+        data = [described(serving.models, name) for name in serving.models.names]
         return JSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
         """One of these."""
-        return JSONResponse(_described(serving.models.get(name), name))
+        return JSONResponse(described(serving.models, name))
 
     return router
 
@@ -122,16 +128,20 @@ def _token_ids(body: CompletionBody | ChatBody) -> TokenIds:
     return TokenIds(beside_text=body.return_token_ids, for_scored=body.return_tokens_as_token_ids)
 
 
-def _described(served: Served, name: str) -> dict[str, object]:
-    """The model under one of its names; `root` is the first of them."""
-    return {
-        **served.details,
+def described(models: Models, name: str) -> dict[str, object]:
+    """A model under one of its names; `root` is the first of them. Raises ModelNotFound."""
+    own = models.name(name)
+    served = models.get(own)
+    found = {
         "id": name,
         "object": "model",
-        "created": served.created,
+        "created": models.created if served is None else served.created,
         "owned_by": "ropewalk",
-        "root": served.name,
+        "root": own,
         "parent": None,
-        "max_model_len": served.max_context,
-        "encoding": served.encoding,
+        "status": models.status(own),
     }
+    if served is None:
+        return found
+    known = {"max_model_len": served.max_context, "encoding": served.encoding}
+    return {**served.details, **found, **known}

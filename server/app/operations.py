@@ -1,15 +1,20 @@
-"""Routes for operators and their monitoring: health, metrics, version."""
+"""Routes for operators and their monitoring: health, metrics, version, which models are loaded."""
 
 import asyncio
 import re
 import zlib
+from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from ropewalk.server.app.described import accepts
 from ropewalk.server.app.openai import Serving
-from ropewalk.server.errors import NotReady
+from ropewalk.server.errors import DeadlineExceeded, NotReady
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
+from ropewalk.server.openai.body import body_of
+from ropewalk.server.openai.schemas import ModelBody
 
 # Pause between two families of metrics: without one every stream would stall for 10 ms per model.
 # With 0 the engine's thread hardly gets to run.
@@ -63,6 +68,42 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         """Of Ropewalk."""
         return JSONResponse({"version": version})
 
+    return router
+
+
+class Loader(Protocol):
+    """Loads and unloads models, by their own names: server/launch/registry.py."""
+
+    async def load(self, name: str) -> None: ...
+    async def unload(self, name: str) -> None: ...
+
+
+def model_routes(serving: Serving, loader: Loader) -> APIRouter:
+    router = APIRouter()
+
+    async def load(request: Request) -> Response:
+        """Loads a model, and answers when it is loaded."""
+        return await changed(request, loader.load)
+
+    async def unload(request: Request) -> Response:
+        """Unloads a model once its requests have ended, and answers when its memory is free."""
+        return await changed(request, loader.unload)
+
+    async def changed(request: Request, change: Callable[[str], Awaitable[None]]) -> Response:
+        body = await body_of(request, ModelBody)
+        try:
+            async with asyncio.timeout(serving.options.request_timeout_s):
+                await change(serving.models.name(body.model))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "this takes longer than a request may; GET /v1/models says when it is done"
+            ) from None
+        return JSONResponse({"success": True})
+
+    for route in (load, unload):
+        router.post(f"/v1/models/{route.__name__}", **accepts("ModelBody"))(route)
+        # As llama.cpp's server has it.
+        router.post(f"/models/{route.__name__}", include_in_schema=False)(route)
     return router
 
 

@@ -21,7 +21,7 @@ def token_routes(serving: Serving) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a chat in the model's template."""
         body = await body_of(request, TokenizeBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         tokens = await _tokens(body, served)
 
         def answer() -> bytes:
@@ -46,7 +46,7 @@ def token_routes(serving: Serving) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await body_of(request, DetokenizeBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         # Ids that the model does not embed have a text too.
         check_ids(body.tokens, served, "tokens", vocab_size=served.tokenizer.vocab_size)
 

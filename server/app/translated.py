@@ -70,7 +70,7 @@ def translated_routes(serving: Serving) -> APIRouter:
         data = await request.body()
         sent = await _beside(request, lambda: parse_object(data))
         body = await _beside(request, lambda: read_body(api.body, sent))
-        return sent, body, serving.find(request, body.model)
+        return sent, body, await serving.find(request, body.model)
 
     return router
 

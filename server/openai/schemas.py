@@ -513,6 +513,12 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
+class ModelBody(_Strict):
+    """Which model to load or to unload."""
+
+    model: str | None = None
+
+
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionBody,
     ChatBody,
@@ -520,5 +526,6 @@ BODIES: tuple[type[BaseModel], ...] = (
     TokenizeBody,
     DetokenizeBody,
     CachePlanBody,
+    ModelBody,
 )
 AnyBody = TypeVar("AnyBody", bound=BaseModel)

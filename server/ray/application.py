@@ -13,12 +13,14 @@ from starlette.types import ASGIApp
 from ropewalk.server.cli.serve import from_program, wait_briefly
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.errors import UsageError
+from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.ray.scaling import SEQUENCES
 from ropewalk.server.tracing import Tracing
 
 # What Ray does instead, and where its configuration says how.
 _RAYS = {
     **dict.fromkeys(("host", "port", "uds", "ssl_certfile", "ssl_keyfile"), "http_options"),
+    "threads": "num_cpus of ray_actor_options",
     "drain_timeout": "graceful_shutdown_timeout_s",
     **dict.fromkeys(("log_level", "log_format", "access_log"), "logging_config"),
 }
@@ -32,17 +34,18 @@ class Replica:
         config = configuration(options)
         wait_briefly(os.environ)
         # Late: it loads torch, which reads that variable, and which no other process of Ray needs.
-        from ropewalk.server.launch.build import make_application
+        import ropewalk.server.launch.build as build
 
         traces = None if config.otlp_endpoint is None else Tracing(config.otlp_endpoint)
-        self._made = make_application(config, lambda: None, traces)
+        metrics = Metrics(ALIASES[config.metrics_compat])
+        self._app, self._engine, _ = build.application(config, metrics, lambda: None, traces)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._made.app
+        return self._app
 
     async def check_health(self) -> None:
         """Ray replaces a replica for which this raises three times."""
-        engine = self._made.engine
+        engine = self._engine
         if not engine.alive:
             raise RuntimeError(engine.failure or "the engine is not making progress")
         if engine.unsound is not None:
@@ -50,7 +53,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For server/ray/scaling.py: how many sequences run or wait."""
-        return {SEQUENCES: self._made.engine.active()}
+        return {SEQUENCES: self._engine.active()}
 
 
 def application(options: dict[str, Any]) -> serve.Application:

@@ -220,7 +220,7 @@ def test_ray_learns_whether_a_replica_is_well_and_what_it_has_to_do(alive, failu
     from ropewalk.server.ray.application import Replica
 
     engine = SimpleNamespace(alive=alive, failure=failure, unsound=unsound, active=lambda: 5)
-    replica = SimpleNamespace(_made=SimpleNamespace(engine=engine))
+    replica = SimpleNamespace(_engine=engine)
     assert asyncio.run(Replica.record_autoscaling_stats(replica)) == {"sequences": 5}
     with pytest.raises(RuntimeError, match=why) if why else nullcontext():
         asyncio.run(Replica.check_health(replica))
