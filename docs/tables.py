@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ropewalk.cache.types import BLOCK_SIZE, Evict, Move, Op, Unsupported
-from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like
 from ropewalk.model.architectures.base import Architecture, architectures
+from ropewalk.model.architectures.fields import Absent, Default, Disputed, Like
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.catalogue import LENGTHS, SHAPE, Ability, Place, example, facts

@@ -27,8 +27,8 @@ ADDED = {"model/encodings/kerple.py", "model/architectures/starcoder2.py", "mode
 # Flags of other programs: containers, conversions to other formats, kubectl.
 FOREIGN = {
     *("--allow-requantize", "--build", "--file", "--filename", "--gpus", "--group-size"),
-    *("--outfile", "--outtype", "--ratio", "--rm", "--target", "--task", "--tasks"),
-    "--weight-format",
+    *("--kustomize", "--outfile", "--outtype", "--ratio", "--rm", "--secure-serving", "--target"),
+    *("--task", "--tasks", "--weight-format"),
 }
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

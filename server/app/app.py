@@ -14,11 +14,8 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ropewalk.model.catalogue import Place
-from ropewalk.server.app.cache import cache_routes
-from ropewalk.server.app.cache_plan import CachePlanner
-from ropewalk.server.app.described import described_routes
+from ropewalk.server.app.cache import CachePlanner, cache_routes
 from ropewalk.server.app.embeddings import embedding_routes
-from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import Loader, model_routes, operation_routes
 from ropewalk.server.app.tokens import token_routes
@@ -27,6 +24,7 @@ from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
+from ropewalk.server.http.door import Door, Shedder
 from ropewalk.server.http.middleware import (
     Addressed,
     Admission,
@@ -42,12 +40,10 @@ from ropewalk.server.http.middleware import (
     Traced,
     Traces,
 )
-from ropewalk.server.http.shedding import Shedder
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
 
 Application = FastAPI
@@ -89,7 +85,7 @@ def create_app(
 
     app = FastAPI(
         title="Ropewalk",
-        version=own_version(),
+        version=installed("ropewalk"),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
@@ -109,12 +105,9 @@ def create_app(
     routers = [] if loader is None else [model_routes(serving, loader)]
     routers += [openai_routes(serving), translated_routes(serving)]
     routers += [embedding_routes(serving), token_routes(serving)]
-    if place is not None:
-        routers.append(encoding_routes(models, place))
     if planners is not None:
         routers.append(cache_routes(serving, planners))
-    routers.append(operation_routes(serving, own_version()))
-    routers.append(described_routes(list(models.names), with_key=bool(options.api_keys)))
+    routers.append(operation_routes(serving, installed("ropewalk"), place))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -142,10 +135,6 @@ def create_app(
     app.add_middleware(Recorded, log=log, paths=paths)
     app.add_middleware(Addressed, prefix=prefix, paths=paths)
     return app
-
-
-def own_version() -> str:
-    return installed("ropewalk")
 
 
 def _framework_error(error: HTTPException, meant: str | None) -> ServeError:

@@ -1,16 +1,18 @@
-"""Routes for operators and their monitoring: health, metrics, version, which models are loaded."""
+"""Routes that say how the server is and what it has, and that load models."""
 
 import asyncio
 import re
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from typing import Protocol
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.openai import Serving
+from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
+from ropewalk.server.app.openai import Serving, accepts
+from ropewalk.server.engine.openmp import aside
 from ropewalk.server.errors import DeadlineExceeded, NotReady
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
 from ropewalk.server.openai.body import body_of
@@ -22,8 +24,10 @@ _PAUSE_S = 0.001
 _GZIP = 16 + zlib.MAX_WBITS  # zlib's way to ask for gzip's header
 
 
-def operation_routes(serving: Serving, version: str) -> APIRouter:
+def operation_routes(serving: Serving, version: str, place: Place | None) -> APIRouter:
+    """place: what /v1/encodings describes; without one that route does not exist."""
     router = APIRouter()
+    listed: dict[frozenset[str], Sequence[EncodingFacts]] = {}  # by those that models have
 
     @router.get("/health/live", response_model=None)
     async def live() -> Response:
@@ -67,6 +71,40 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
     async def show_version() -> Response:
         """Of Ropewalk."""
         return JSONResponse({"version": version})
+
+    def served_with(entry: EncodingFacts) -> list[str]:
+        return [served.name for served in serving.models if served.encoding == entry.name]
+
+    if place is not None:
+
+        @router.get("/v1/encodings", response_model=None)
+        async def encodings() -> Response:
+            """Positional encodings: what they do and cost, and what runs them here."""
+            served = frozenset(one.encoding for one in serving.models)
+            if served not in listed:  # this project's, and others that a model is served with
+                listed[served] = await aside(catalogue, place, sorted(served))
+            data = [{**as_json(entry), "models": served_with(entry)} for entry in listed[served]]
+            return JSONResponse(listing(place, data))
+
+    @cache
+    def found(app: FastAPI) -> tuple[bytes, str]:
+        """Described when somebody asks: what it takes to do so is imported then."""
+        from ropewalk.server.app.described import description
+
+        names = list(serving.models.names)
+        return description(app, names, with_key=bool(serving.options.api_keys))
+
+    @router.get("/openapi.json", response_model=None)
+    async def openapi(request: Request) -> Response:
+        """This description, in OpenAPI."""
+        data, _ = await asyncio.to_thread(found, request.app)
+        return Response(data, media_type="application/json")
+
+    @router.get("/docs", response_model=None, response_class=HTMLResponse)
+    async def docs(request: Request) -> Response:
+        """This description, as a page."""
+        _, page = await asyncio.to_thread(found, request.app)
+        return HTMLResponse(page)
 
     return router
 

@@ -3,14 +3,13 @@
 from fastapi import APIRouter, Request, Response
 
 from ropewalk.model.tokenizers.base import decode
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.openai import Serving
+from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.long_work import LONG_LIST, json_bytes, off_loop
 from ropewalk.server.openai.body import body_of
-from ropewalk.server.openai.choice import spelled
 from ropewalk.server.openai.requests import chat_text, check_ids, encode
 from ropewalk.server.openai.schemas import DetokenizeBody, TokenizeBody
+from ropewalk.server.openai.scores import spelled
 from ropewalk.server.openai.served_models import Served
 
 

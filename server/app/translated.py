@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.openai import Serving
+from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.openai.body import LONG, parse_object, read_body
 from ropewalk.server.openai.requests import chat_prompt

@@ -34,8 +34,8 @@ from ropewalk.server.errors import (
     quoted,
 )
 from ropewalk.server.http.access_log import Exchange, HttpLog, choose_id
+from ropewalk.server.http.door import Door
 from ropewalk.server.http.streaming import Drain
-from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})

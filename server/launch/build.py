@@ -28,16 +28,15 @@ from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
-from ropewalk.server.app.app import Application, create_app, own_version
-from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.app import Application, create_app
+from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.app.operations import Loader
 from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine
-from ropewalk.server.engine.forward_timer import TimedDecoder
 from ropewalk.server.engine.openmp import end_idle_threads, use_all_threads
-from ropewalk.server.engine.statistics import Cost, PositionMeter, no_cost
+from ropewalk.server.engine.statistics import Cost, PositionMeter, TimedDecoder, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.middleware import Traces
@@ -51,6 +50,7 @@ from ropewalk.server.scheduling.request import Limits, Outlook
 from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.terminal import discard_output
 from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
+from ropewalk.server.versions import installed
 
 log = getLogger(__name__)
 
@@ -498,7 +498,7 @@ def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> N
         models,
         url=url,
         open_to_all=not config.http.api_keys,
-        version=own_version(),
+        version=installed("ropewalk"),
         uds=config.uds,
         certificate=config.ssl_certfile,
         others=[source.name for source in config.others],

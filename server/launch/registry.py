@@ -18,7 +18,7 @@ from logging import getLogger
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.config import ModelSource, ServerConfig
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.openmp import end_idle_threads
