@@ -60,6 +60,7 @@ LATE = {  # what few need, and is imported where it is: in a function of these f
     "server/openai/requests.py": ("server.tools.grammars",),
     "server/launch/build.py": ("cache.spill", "server.launch.graphs", "server.launch.registry"),
     "server/launch/load_model.py": ("model.loading.random_weights",),
+    "server/ray/application.py": ("server.launch.build",),
 }
 NO_TORCH = (  # files, and what begins so
     "cache/types.py",
@@ -83,6 +84,7 @@ NO_TORCH = (  # files, and what begins so
     "server/errors.py",
     "server/listen.py",
     "server/download.py",
+    "server/ray/",
     "server/scheduling/",
 )
 ONLY_IN = {  # third-party package: the files that may know it
@@ -101,6 +103,7 @@ ONLY_IN = {  # third-party package: the files that may know it
     ),
     "gguf": ("model/weights/gguf_file.py",),
     "jinja2": ("model/chat/process.py", "report/page.py"),  # never in the server's own process
+    "ray": ("server/ray/application.py",),  # an extra: nothing else of the server needs it
     "simpy": ("load_tests/plan/simulate.py",),
     "sentencepiece": (
         "model/tokenizers/spm.py",
