@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -100,14 +102,28 @@ def test_readme_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory):
-    """`ropewalk serve` as the README starts it, on a free port."""
+    """`ropewalk serve` as the README starts it."""
     if stored(SMOLLM2, "smollm2") is None:
         pytest.skip("the default model is not here; ropewalk pull smollm2 brings it")
+    with serving([], tmp_path_factory.mktemp("server") / "log") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory: pytest.TempPathFactory):
+    """Models that come and go, as docs/serving.md starts them; base is a bundled one."""
+    words = ["base=ropewalk-rope", "--max-models", "1", "--models-autoload"]
+    with serving(words, tmp_path_factory.mktemp("server") / "log") as address:
+        yield address
+
+
+@contextmanager
+def serving(words: list[str], log: Path) -> Iterator[str]:
+    """The address of `ropewalk serve` with these words, on a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "ropewalk", "serve", "--port", str(port)]
+    command = [sys.executable, "-m", "ropewalk", "serve", *words, "--port", str(port)]
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -127,8 +143,9 @@ def address(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.smollm2
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", dict.fromkeys(CURLS))
-def test_curl_line_is_answered(command: str, address: str) -> None:
+def test_curl_line_is_answered(command: str, request: pytest.FixtureRequest) -> None:
     assert ADDRESS in command
+    address = request.getfixturevalue("changing" if "/v1/models/" in command else "address")
     line = command.replace(ADDRESS, address).replace("curl ", "curl --silent --fail-with-body ", 1)
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
