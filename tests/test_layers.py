@@ -57,7 +57,7 @@ LATE = {  # what few need, and is imported where it is: in a function of these f
     "model/loading/checkpoints.py": ("model.tokenizers.gguf_vocab", "model.weights.gguf_file"),
     "model/tokenizers/loading.py": ("model.tokenizers.hf", "model.tokenizers.spm"),
     "server/app/described.py": ("server.translators",),
-    "server/launch/build.py": ("cache.spill", "server.launch.graphs"),
+    "server/launch/build.py": ("cache.spill", "server.events", "server.launch.graphs"),
     "server/launch/load_model.py": ("model.loading.random_weights",),
 }
 NO_TORCH = (  # files, and what begins so

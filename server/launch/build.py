@@ -6,9 +6,11 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from logging import getLogger
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +31,7 @@ from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
 from ropewalk.server.app.app import create_app, own_version
 from ropewalk.server.app.cache_plan import CachePlanner
-from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
+from ropewalk.server.config import EventOptions, ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine
@@ -50,6 +52,9 @@ from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.terminal import discard_output
 from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
 
+if TYPE_CHECKING:
+    from ropewalk.server.events.publisher import Publisher
+
 log = getLogger(__name__)
 
 ENGINE_FAILED = 70  # exit status, at which a supervisor should start a fresh process
@@ -68,6 +73,12 @@ class Loaded:
     place: Place
     planner: CachePlanner
     defect: str | None  # why it should not answer although it computes
+    publisher: "Publisher | None" = None  # of what its cache holds
+
+    def close(self) -> None:
+        """The engine has stopped, so nothing more is to be told of its cache."""
+        if self.publisher is not None:
+            self.publisher.close()
 
 
 def run(
@@ -111,6 +122,8 @@ def run(
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
+    for model in loaded:
+        model.close()
     return ENGINE_FAILED if engine.failure else 0
 
 
@@ -132,13 +145,31 @@ def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
     """Every configured model, loaded and warmed up. Raises CommandError, with one sentence."""
     device = hardware.pick_device(config.loading.device)
     kernels = find_kernels(device)
-    prepared = [_prepared(config.loading, source, device, kernels) for source in config.models]
-    hardware.return_freed_memory()
-    # Only now is it known how much memory the weights of all models leave.
-    free = hardware.free_memory(device)
-    loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
+    with ExitStack() as on_failure:
+        publisher = None  # opened first, as its addresses may be taken
+        if config.events is not None:
+            publisher = _publisher(config.events, config.cache.block_size)
+            on_failure.callback(publisher.close)
+        prepared = [_prepared(config.loading, source, device, kernels) for source in config.models]
+        hardware.return_freed_memory()
+        # Only now is it known how much memory the weights of all models leave.
+        free = hardware.free_memory(device)
+        complete = partial(_complete, config, device, free, metrics, kernels, publisher)
+        loaded = [complete(model) for model in prepared]
+        on_failure.pop_all()
     end_idle_threads()  # from here on only the engine's thread computes
     return loaded
+
+
+def _publisher(options: EventOptions, block_size: int) -> "Publisher":
+    try:
+        from ropewalk.server.events.publisher import Publisher
+    except ImportError:
+        raise CommandError(
+            "--kv-events needs packages that are not installed; install them with: "
+            'pip install "ropewalk[events]"'
+        ) from None
+    return Publisher(options.endpoint, block_size, replay=options.replay, topic=options.topic)
 
 
 def _prepared(
@@ -159,11 +190,12 @@ def _prepared(
 
 def _complete(
     config: ServerConfig,
-    model: Prepared,
     device: torch.device,
     free_memory: int,
     metrics: Metrics,
     kernels: Kernels | str,
+    publisher: "Publisher | None",
+    model: Prepared,
 ) -> Loaded:
     """Give the model its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
@@ -189,7 +221,10 @@ def _complete(
     ledger = ledger_of(kv, kernels, audit)
     slots = hardware.num_slots(config.cache.kv_spill, kv, sharers)
     place = _place(kv, slots, ledger) if slots else None
-    manager = CacheManager(blocks, block_size, prefix_sharing=sharing, place=place)
+    observer = None if publisher is None else publisher.changes
+    manager = CacheManager(
+        blocks, block_size, prefix_sharing=sharing, place=place, observer=observer
+    )
     context = _fitting(model.context, _longest(manager, sides, name), name)
     if context < model.context:
         _require_same_frequencies(model, context, device)
@@ -255,7 +290,7 @@ def _complete(
         speed=speed,
     )
     served = _served(name, model.aliases, model.checkpoint, facts, limits)
-    return Loaded(served, made.engine, facts, model.place, planner, defect)
+    return Loaded(served, made.engine, facts, model.place, planner, defect, publisher)
 
 
 def _choose_forward(model: Prepared, kv: KVCache, limits: Limits, plain: Forward) -> Forward:
