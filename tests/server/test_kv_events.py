@@ -57,7 +57,7 @@ class Cleared(msgspec.Struct, tag="AllBlocksCleared", forbid_unknown_fields=True
     pass
 
 
-decode = msgspec.msgpack.Decoder(Batch).decode
+decode, encode = msgspec.msgpack.Decoder(Batch).decode, msgspec.msgpack.encode
 
 
 class Consumer:
@@ -65,6 +65,7 @@ class Consumer:
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self.begun = False
 
     def take(self, payload: bytes) -> None:
         batch = decode(payload)
@@ -120,7 +121,7 @@ class Walk:
         self.cache.begin_step(alone=self.random.random() < 0.2)
         operations = [self.begin, self.begin, self.append, self.append, self.fork, self.truncate]
         operations += [self.evict, self.move, self.release, self.release, self.park, self.resume]
-        operations += [self.cache.save_ahead] * 2
+        operations += [self.cache.save_ahead, self.move, self.move]
         if self.random.random() < 0.02:
             operations = [self.flush, self.spoil]
         operation = self.random.choice(operations)
@@ -189,14 +190,15 @@ class Walk:
         source, target = self.pick(), self.pick()
         if None in (source, target) or source == target or not self.cache.computed(source) // SIZE:
             return False
-        goal = self.cache.table(target).blocks
-        moved = self.cache.table(source).blocks[0]
-        if self.cache.computed(target) != len(goal) * SIZE or moved in goal:
+        whole = self.cache.computed(target) // SIZE * SIZE
+        if not whole or self.cache.truncate(target, whole) is None:
+            return False
+        self.tokens[target] = self.tokens[target][:whole]
+        if self.cache.table(source).blocks[0] in self.cache.table(target).blocks:
             return False
         if self.cache.move(source, 0, 1, target, rewrite=self.random.random() < 0.5) is None:
             return False
-        whole = self.tokens[target][: self.cache.computed(target) - SIZE]
-        self.tokens[target] = whole + self.tokens[source][:SIZE]
+        self.tokens[target] += self.tokens[source][:SIZE]
 
     def release(self):
         if (name := self.pick()) is None:
@@ -234,24 +236,216 @@ class Walk:
 
 @pytest.mark.parametrize("slots", [0, 20])
 @pytest.mark.parametrize(
-    "steps", [1_500, pytest.param(50_000, marks=(pytest.mark.full, pytest.mark.timeout(900)))]
+    "operations", [1_500, pytest.param(50_000, marks=(pytest.mark.full, pytest.mark.timeout(900)))]
 )
-def test_a_consumer_knows_what_the_cache_can_share(slots, steps):
+def test_a_consumer_knows_what_the_cache_can_share(slots, operations):
     done: Counter[str] = Counter()
-    for seed in range(steps // 500):  # anew now and then, as blocks are quarantined
+    for seed in range(operations // 500):  # anew now and then, as blocks are quarantined
         walk, told, consumer = Walk(seed, slots), Told(SIZE), Consumer()
-        for _ in range(500):
+        while walk.done.total() < 500:
             walk.step()
             if walk.random.random() < 0.5:
-                events = told.update(*walk.changes.take())
-                consumer.take(msgspec.msgpack.encode([0.0, events, 0]))
+                consumer.take(encode([0.0, told.update(*walk.changes.take()), 0]))
                 assert Counter(consumer.known.values()) == shareable(walk.cache)
             if walk.random.random() < 0.02:
                 late = Consumer()
-                late.take(msgspec.msgpack.encode([0.0, told.everything(), 0]))
+                late.take(encode([0.0, told.everything(), 0]))
                 assert late.known == consumer.known
         walk.cache.check()
         done += walk.done
-    print(done)
     wanted = {"begin", "append", "fork", "truncate", "evict", "move", "release", "flush", "spoil"}
     assert done.keys() >= wanted | ({"park", "resume", "save_ahead"} if slots else set())
+
+
+class Wire:
+    """A publisher for a cache of 40 blocks, and what subscribes to it."""
+
+    def __init__(self, folder, **options) -> None:
+        self.pub, self.replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+        self.publisher = Publisher(self.pub, SIZE, replay=self.replay, **options)
+        self.cache = CacheManager(41, SIZE, observer=self.publisher.changes)
+        self.context = zmq.Context()
+        self.sockets: list[zmq.Socket] = []
+
+    def open(self, kind: int, endpoint: str) -> zmq.Socket:
+        self.sockets.append(self.context.socket(kind))
+        self.sockets[-1].connect(endpoint)
+        return self.sockets[-1]
+
+    def subscribed(self) -> zmq.Socket:
+        found = self.open(zmq.SUB, self.pub)
+        found.subscribe(b"")
+        return found
+
+    def request(self, first: int) -> list[list[bytes]]:
+        """The answer to a request for the batches from a number on, without its end."""
+        client = self.open(zmq.DEALER, self.replay)
+        client.send_multipart([b"", number(first)])
+        frames = []
+        while client.poll(5_000):
+            frames.append(client.recv_multipart())
+            assert frames[-1][0] == b""
+            if frames[-1][2] == number(-1):
+                assert frames.pop()[1:] == [b"", number(-1), b""]
+                return [each[1:] for each in frames]
+        raise AssertionError("the replay has no end")
+
+    def fill(self, name: str, *tokens: int) -> None:
+        """Publish a block that begins with these tokens, and have that told."""
+        store(self.cache, name, [*tokens, *[0] * (SIZE + 1 - len(tokens))])
+        time.sleep(2 * publishing.PAUSE_S)  # a batch of its own
+
+    def close(self) -> None:
+        self.publisher.close()
+        assert not self.publisher._thread.is_alive()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def wire(tmp_path):
+    made = Wire(tmp_path)
+    yield made
+    made.close()
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(8, "big", signed=True)
+
+
+def receive(subscriber, consumer, until) -> list[int]:
+    """Take batches until the consumer knows so many blocks; their numbers."""
+    numbers = []
+    while not consumer.begun or len(consumer.known) != until:
+        assert subscriber.poll(5_000), f"knows {len(consumer.known)} blocks, not {until}"
+        topic, place, payload = subscriber.recv_multipart()
+        assert topic == b""
+        numbers.append(int.from_bytes(place, "big"))
+        # Changes may come before what a subscriber is told first, which is everything.
+        consumer.begun |= isinstance(decode(payload).events[0], Cleared)
+        if consumer.begun:
+            consumer.take(payload)
+    return numbers
+
+
+def test_a_subscriber_is_told_everything_and_then_each_change(wire):
+    wire.fill("a", 1)
+    consumer, subscriber = Consumer(), wire.subscribed()
+    receive(subscriber, consumer, 1)
+    wire.fill("b", 2)
+    wire.fill("c", 3)
+    numbers = receive(subscriber, consumer, 3)
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert Counter(consumer.known.values()) == shareable(wire.cache)
+    late = Consumer()
+    receive(wire.subscribed(), late, 3)
+    assert late.known == consumer.known
+    wire.cache.flush()
+    receive(subscriber, consumer, 0)
+
+
+def test_missed_batches_show_in_the_numbers_and_are_replayed(wire):
+    consumer, subscriber = Consumer(), wire.subscribed()
+    wire.fill("a", 1)
+    (*_, last) = receive(subscriber, consumer, 1)
+    for index in range(5):
+        wire.fill(f"b{index}", 2, index)
+    for _ in range(3):  # lost on the way
+        assert subscriber.poll(5_000)
+        subscriber.recv_multipart()
+    assert subscriber.poll(5_000)
+    _, place, payload = subscriber.recv_multipart()
+    assert int.from_bytes(place, "big") > last + 1
+    for topic, missed, content in wire.request(last + 1):
+        assert topic == b""
+        if last < int.from_bytes(missed, "big") < int.from_bytes(place, "big"):
+            consumer.take(content)
+    consumer.take(payload)
+    receive(subscriber, consumer, 6)
+    assert Counter(consumer.known.values()) == shareable(wire.cache)
+
+
+def test_what_is_no_longer_kept_is_replayed_as_everything(wire, monkeypatch):
+    monkeypatch.setattr(publishing, "KEPT_BATCHES", 2)
+    for index in range(6):
+        wire.fill(f"a{index}", index)
+    (_, place, payload), *more = wire.request(0)
+    assert not more
+    consumer = Consumer()
+    consumer.take(payload)
+    assert Counter(consumer.known.values()) == shareable(wire.cache)
+    assert [each[1] for each in wire.request(int.from_bytes(place, "big"))] == [place]
+    assert wire.request(1 << 40) == []
+
+
+def test_malformed_requests_get_no_answer_and_harm_nobody(wire):
+    wire.fill("a", 1)
+    client = wire.open(zmq.DEALER, wire.replay)
+    for frames in ([b""], [b"", b"1", b"2"], [b"x" * 1000], [b"", b""], [b"", b"\xff" * 99]):
+        client.send_multipart(frames)
+    assert len(wire.request(0)) == 1
+
+
+@pytest.mark.parametrize("kind", ["absent", "stuck"])
+def test_consumers_never_delay_the_cache(wire, kind):
+    """However much happens, what is kept for others is bounded by the cache's size."""
+    stuck = wire.subscribed() if kind == "stuck" else None
+    for index in range(3_000):
+        store(wire.cache, "a", [index, *range(39)])
+        wire.cache.release("a")
+        changes = wire.publisher.changes
+        assert len(changes._stored) <= 40 and len(changes._removed) <= 40 + 10
+    consumer = Consumer()
+    receive(wire.subscribed(), consumer, len(shareable(wire.cache)))
+    assert Counter(consumer.known.values()) == shareable(wire.cache)
+    assert stuck is None or not stuck.closed
+
+
+def test_hashes_are_the_same_in_every_process_and_tell_tenants_apart():
+    hashes = []
+    for salt in ("", "", "t"):
+        changes = Changes()
+        cache = CacheManager(9, SIZE, observer=changes)
+        store(cache, "a", range(9), salt=salt)
+        (event,) = Told(SIZE).update(*changes.take())
+        hashes.append(event["block_hashes"])
+    assert hashes[0] == hashes[1] == [88996838559875080, 3873743495497411240]
+    assert not set(hashes[0]) & set(hashes[2])
+
+
+@pytest.mark.parametrize(
+    "endpoint, own",
+    {
+        "tcp://*:1": True,
+        "tcp://0.0.0.0:1": True,
+        "tcp://[::]:1": True,
+        "tcp://127.0.0.1:1": True,
+        "ipc:///tmp/x": True,
+        "tcp://10.0.0.7:1": False,
+        "tcp://router:1": False,
+    }.items(),
+)
+def test_a_server_waits_at_its_own_addresses_and_calls_others(endpoint, own):
+    assert publishing._is_own(endpoint) is own
+
+
+def test_a_taken_address_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CommandError, match="Address already in use"):
+            Publisher(endpoint, SIZE)
+
+
+def test_a_model_tells_of_its_prompts_and_answers(tmp_path):
+    endpoint = f"ipc://{tmp_path}/events"
+    options = {"kv_memory": "1M", "block_size": SIZE, "kv_events": endpoint}
+    context, consumer = zmq.Context(), Consumer()
+    with ropewalk.load("ropewalk-rope", **options) as model, context.socket(zmq.SUB) as subscriber:
+        subscriber.subscribe(b"")
+        subscriber.connect(endpoint)
+        answer = model.generate(list(range(5, 15)), max_tokens=8, temperature=0)
+        receive(subscriber, consumer, (10 + len(answer.tokens) - 1) // SIZE)
+    told = max(tokens for _, tokens in consumer.known.values())
+    whole = (*range(5, 15), *answer.tokens)
+    assert told == whole[: len(told)]
+    with ropewalk.load("ropewalk-rope", **options):  # the address is free again
+        context.destroy(linger=0)
