@@ -120,7 +120,8 @@ class Publisher:
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _encoded(self, events: list[Event]) -> bytes:
-        return self._encoder.encode([time.time(), events, 0])  # 0: the only rank
+        payload: bytes = self._encoder.encode([time.time(), events, 0])  # 0: the only rank
+        return payload
 
     def _answer(self, socket: "zmq.Socket[bytes]") -> None:
         """Send a client what it asks for: the batches from a number on."""

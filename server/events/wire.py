@@ -45,7 +45,7 @@ class Told:
     def _stored(self, run: Sequence[Entry]) -> Event:
         first = run[0]
         tokens = array("q", b"".join(entry.tokens for entry in run))
-        event = {
+        event: Event = {
             "type": "BlockStored",
             "block_hashes": [_number(self._digests[entry]) for entry in run],
             "parent_block_hash": (
