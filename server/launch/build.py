@@ -13,6 +13,7 @@ from logging import getLogger
 from typing import TYPE_CHECKING
 
 import torch
+from starlette.applications import Starlette
 
 from ropewalk.cache.keeper import Place as SecondPlace
 from ropewalk.cache.kv import KVCache, bytes_per_token
@@ -81,6 +82,15 @@ class Loaded:
             self.publisher.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Application:
+    """All that serves but the socket. The application's lifespan starts and stops the engine."""
+
+    app: Starlette
+    engine: AsyncEngine
+    facts: Sequence[ModelFacts]
+
+
 def run(
     config: ServerConfig,
     listener: socket.socket,
@@ -91,21 +101,14 @@ def run(
 
     listener: a bound socket. tls: None for plain HTTP. traces: where requests are told of.
     """
-    threads = hardware.pick_threads(config.loading.threads)
-    if threads != torch.get_num_threads():
-        torch.set_num_threads(threads)
-    metrics = Metrics(ALIASES[config.metrics_compat])
-    loaded = load_models(config, metrics)
-    served = Models(model.served for model in loaded)
     server: Server | None = None
 
     def stop() -> None:
         if server is not None:
             server.should_exit = True
 
-    engine = engine_of(config, loaded, metrics, stop)
-    planners = {model.served.name: model.planner for model in loaded}
-    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners, traces)
+    made = make_application(config, stop, traces)
+    app, engine = made.app, made.engine
     port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,
@@ -118,13 +121,32 @@ def run(
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
     url = listen.local_url(config.host, port, tls=tls is not None)
-    announce = partial(_announce, config, [model.facts for model in loaded], url)
+    announce = partial(_announce, config, made.facts, url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
     for model in loaded:
         model.close()
     return ENGINE_FAILED if engine.failure else 0
+
+
+def make_application(
+    config: ServerConfig, on_failure: Callable[[], None], traces: Traces | None = None
+) -> Application:
+    """Load every model and make the application. Raises CommandError, with one sentence.
+
+    on_failure: called, on any thread, when the engine fails. traces: where requests are told of.
+    """
+    threads = hardware.pick_threads(config.loading.threads)
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+    metrics = Metrics(ALIASES[config.metrics_compat])
+    loaded = load_models(config, metrics)
+    served = Models(model.served for model in loaded)
+    engine = engine_of(config, loaded, metrics, on_failure)
+    planners = {model.served.name: model.planner for model in loaded}
+    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners, traces)
+    return Application(app, engine, [model.facts for model in loaded])
 
 
 def engine_of(

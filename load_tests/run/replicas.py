@@ -1,0 +1,268 @@
+"""What a router in front of replicas makes of prompts that begin alike, and of replicas that end.
+
+    python -m ropewalk.load_tests.run.replicas --url http://127.0.0.1:8000 --save one.json
+    python -m ropewalk.load_tests.run.replicas --url http://127.0.0.1:9000 --like one.json
+
+Sends several questions about each of some long beginnings, in random order, as greedy streams. The
+same arguments make the same requests, so answers of one server and of replicas can be compared.
+Knows no engine: the router is a URL, and so are the replicas' /metrics, if they can be reached.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ropewalk.load_tests.client.client import (
+    DIALECTS,
+    Server,
+    completion_body,
+    encode_request,
+    split_base_url,
+)
+from ropewalk.load_tests.client.exchange import Answer as Exchange
+from ropewalk.load_tests.client.exchange import exchange
+from ropewalk.load_tests.client.http1 import BadResponse, EventReader
+from ropewalk.load_tests.client.scrape import snapshot
+from ropewalk.load_tests.common.statistics import percentile
+from ropewalk.load_tests.common.types import Request
+from ropewalk.load_tests.workload.prompts import PromptMaker
+
+_HITS = "ropewalk_prefix_cache_hit_tokens"
+_PROMPTS = "ropewalk_prompt_tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Counts, and lengths in words: how many tokens a word has, the servers say."""
+
+    requests: int = 500
+    prefixes: int = 50
+    prefix_words: int = 200
+    suffix_words: int = 16
+    output_tokens: int = 16
+    workers: int = 8
+    seed: str = "replicas"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How one request ended. `error` is None where the stream was complete."""
+
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    seconds: float = 0.0
+    ended: float = 0.0  # seconds after the load began
+    error: str | None = None
+    begun: bool = False  # whether text came before the error
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A whole load. `hit_rate` is of prompt tokens; by the replicas' metrics, where they are."""
+
+    title: str
+    answers: list[Answer]
+    seconds: float
+    counted: tuple[float, float] | None = None  # hits and prompt tokens, by the metrics
+
+    @property
+    def good(self) -> list[Answer]:
+        return [answer for answer in self.answers if answer.error is None]
+
+    @property
+    def hit_rate(self) -> float:
+        hits, tokens = self.counted or (
+            sum(answer.cached_tokens for answer in self.good),
+            sum(answer.prompt_tokens for answer in self.good),
+        )
+        return hits / tokens if tokens else 0.0
+
+    def same(self, other: "Sent") -> int:
+        """How many answers are complete and equal in both."""
+        pairs = zip(self.answers, other.answers, strict=True)
+        return sum(a.error is None and b.error is None and a.text == b.text for a, b in pairs)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> "Sent":
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "answers": [Answer(**each) for each in fields["answers"]]})
+
+
+def requests_of(sizes: Sizes) -> list[Request]:
+    """Every prefix equally often, in random order: the same for the same sizes."""
+    prompts = PromptMaker(sizes.seed, "text")
+    prefixes = [prompts.pieces(sizes.prefix_words) for _ in range(sizes.prefixes)]
+    chosen = [prefixes[number % sizes.prefixes] for number in range(sizes.requests)]
+    prompts.random.shuffle(chosen)
+    words = sizes.prefix_words + sizes.suffix_words
+    return [Request(prompts.prompt(words, each), None, sizes.output_tokens) for each in chosen]
+
+
+async def send_all(
+    title: str,
+    server: Server,
+    sizes: Sizes,
+    metrics: Sequence[Server] = (),
+    tell: Callable[[int], object] = lambda done: None,
+) -> Sent:
+    """Send every request of `sizes`; `tell` gets the number of those that have ended."""
+    requests = requests_of(sizes)
+    found: dict[int, Answer] = {}
+    queue = iter(enumerate(requests))
+    before = await _counted(metrics)
+    began = time.perf_counter()
+
+    async def work() -> None:
+        for number, request in queue:
+            found[number] = await _ask(server, request, began)
+            tell(len(found))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(sizes.workers):
+            group.create_task(work())
+    seconds = time.perf_counter() - began
+    after = await _counted(metrics)
+    counted = None
+    if before is not None and after is not None:
+        counted = after[0] - before[0], after[1] - before[1]
+    return Sent(title, [found[number] for number in range(len(requests))], seconds, counted)
+
+
+def table(sent: Sequence[Sent], one: Sent | None = None) -> list[str]:
+    """Rows of Markdown; `one` is the server whose answers and hits the others are compared with."""
+    rows = [
+        "|load|answered|same answers|hit rate|median, p99|requests/s|",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for each in sent:
+        times = [answer.seconds for answer in each.good] or [0.0]
+        same = "" if one is None else f"{each.same(one)}"
+        rows.append(
+            f"|{each.title}|{len(each.good)} of {len(each.answers)}|{same}|{each.hit_rate:.1%}|"
+            f"{percentile(times, 50):.2f}, {percentile(times, 99):.2f} s|"
+            f"{len(each.good) / each.seconds:.1f}|"
+        )
+    return rows
+
+
+def failures(sent: Sent) -> Iterator[str]:
+    """Each request that was lost, as a line."""
+    for number, answer in enumerate(sent.answers):
+        if answer.error is not None:
+            where = "in its stream" if answer.begun else "before its first token"
+            yield (
+                f"request {number} at {answer.ended:.1f} s, after {answer.seconds:.1f} s, {where}: "
+                f"{answer.error}"
+            )
+
+
+class _Stream(Exchange):
+    """Collects a stream of completion chunks."""
+
+    def __init__(self, content: bytes, idle_s: float) -> None:
+        super().__init__(content, idle_s)
+        self.text = ""
+        self.usage: dict[str, Any] = {}
+        self._events = EventReader()
+        self._done = False
+
+    def take(self, body: bytes) -> None:
+        if self.reader.status != 200:
+            return super().take(body)
+        for payload in self._events.feed(body):
+            if payload == b"[DONE]":
+                self._done = True
+                continue
+            try:
+                chunk = json.loads(payload)
+                if error := chunk.get("error"):
+                    raise BadResponse(f"error in the stream: {error.get('message', error)}")
+                self.text += "".join(each["text"] for each in chunk["choices"])
+                self.usage = chunk.get("usage") or self.usage
+            except (ValueError, KeyError, AttributeError, TypeError):
+                raise BadResponse(f"not a completion chunk: {payload[:80]!r}") from None
+
+    def verdict(self) -> str | None:
+        return super().verdict() or (None if self._done else "the stream ended without [DONE]")
+
+
+async def _ask(server: Server, request: Request, began: float) -> Answer:
+    body = completion_body(server, request)
+    body["stream_options"] = {"include_usage": True}
+    stream = _Stream(encode_request(server, "POST", "/v1/completions", body), server.idle_s)
+    sent = time.perf_counter()
+    error = await exchange(server.host, server.port, stream, server.timeout_s)
+    ended = time.perf_counter()
+    details = stream.usage.get("prompt_tokens_details") or {}
+    return Answer(
+        text=stream.text,
+        prompt_tokens=stream.usage.get("prompt_tokens", 0),
+        cached_tokens=details.get("cached_tokens") or 0,
+        seconds=ended - sent,
+        ended=ended - began,
+        error=error,
+        begun=bool(stream.text),
+    )
+
+
+async def _counted(metrics: Sequence[Server]) -> tuple[float, float] | None:
+    """Hits and prompt tokens of all replicas so far."""
+    if not metrics:
+        return None
+    totals = dict.fromkeys((_HITS, _PROMPTS), 0.0)
+    for server in metrics:
+        for family in text_string_to_metric_families(await snapshot(server)):
+            if family.name in totals:
+                totals[family.name] += sum(
+                    sample.value for sample in family.samples if sample.name.endswith("_total")
+                )
+    return totals[_HITS], totals[_PROMPTS]
+
+
+def server_at(url: str, timeout_s: float, model: str | None = None) -> Server:
+    """Raises ValueError for what is no base URL."""
+    host, port = split_base_url(url)
+    return Server(host, port, DIALECTS["openai"], model, timeout_s=timeout_s, idle_s=timeout_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--url", required=True, help="the router, or one server")
+    parser.add_argument(
+        "--metrics", nargs="*", default=[], help="the replicas, if they are reached"
+    )
+    parser.add_argument("--model", help="if the router asks for its name")
+    parser.add_argument("--timeout", type=float, default=60.0, help="of a request, in seconds")
+    parser.add_argument("--title", default="", help="of the row")
+    parser.add_argument("--save", type=Path, help="where all answers are written")
+    parser.add_argument("--like", type=Path, help="what --save wrote for one server")
+    for name, default in asdict(Sizes()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    args = parser.parse_args(argv)
+    sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
+    server = server_at(args.url, args.timeout, args.model)
+    metrics = [server_at(url, args.timeout) for url in args.metrics]
+    sent = asyncio.run(send_all(args.title or args.url, server, sizes, metrics))
+    if args.save is not None:
+        sent.save(args.save)
+    one = None if args.like is None else Sent.load(args.like)
+    print("\n".join([*table([sent], one), *failures(sent)]))
+    return 0 if len(sent.good) == len(sent.answers) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

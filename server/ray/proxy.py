@@ -1,0 +1,154 @@
+"""What Ray's proxy does besides routing: ASGI, in the proxy's process. No torch, no Ray.
+
+Ray calls `middlewares` where RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names it.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections import deque
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ropewalk.server.errors import NotReady, ReceiveTimeout, ServeError
+
+# The header from which Ray's consistent-hash router takes its key.
+SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower().encode()
+_PROMPTS = frozenset(
+    f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages")
+)
+BEGINNING = 1024  # characters of a prompt, or of a conversation's first user message
+_READ = 256 << 10  # bytes of a body: parsing these takes a few milliseconds
+_BODY_SECONDS = 30.0  # as a server without Ray waits
+
+
+def middlewares() -> list[Middleware]:
+    """For Ray: the last one is outermost."""
+    return [Middleware(Keyed), Middleware(Finished)]
+
+
+class Keyed:
+    """Names a session where the client named none: prompts with one beginning have one.
+
+    So a conversation's turns, and questions about one document, reach the replica that has their
+    keys and values. The body must begin to arrive before Ray routes the request, hence a deadline.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and scope["path"].rstrip("/").endswith(tuple(_PROMPTS))
+        if not asked or any(name == SESSION for name, _ in scope["headers"]):
+            return await self._app(scope, receive, send)
+        held: deque[Message] = deque()
+        size, more = 0, True
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while more and size < _READ:
+                    held.append(message := await receive())
+                    size += len(message.get("body", b""))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            error = ReceiveTimeout(
+                "the request did not arrive completely in time; send it without pauses"
+            )
+            return await _refuse(error, scope["path"], send)
+
+        async def replayed() -> Message:
+            return held.popleft() if held else await receive()
+
+        key = session(b"".join(message.get("body", b"") for message in held)[:_READ])
+        if key is not None:
+            scope = {**scope, "headers": [*scope["headers"], (SESSION, key.encode())]}
+        await self._app(scope, replayed, send)
+
+
+def session(body: bytes) -> str | None:
+    """A name for how a body's prompt begins, from the body's first bytes; None if there is none.
+
+    Of a conversation: all before its first user message, and the beginning of that. So it is the
+    same in every turn, and different users of one system prompt are spread.
+    """
+    try:
+        fields = from_json(body.decode(errors="ignore"), allow_partial="trailing-strings")
+    except ValueError:  # which the replica tells the client
+        return None
+    if not isinstance(fields, dict):
+        return None
+    begins = [fields.get(name) for name in ("model", "system", "instructions")]
+    for said in (fields.get(name) for name in ("messages", "input", "prompt")):
+        if said:
+            begins += _beginning(said)
+            break
+    else:
+        return None
+    return hashlib.blake2b(json.dumps(begins).encode(), digest_size=12).hexdigest()
+
+
+def _beginning(said: Any) -> list[Any]:
+    """`said`: a text, texts, token ids, or messages."""
+    if isinstance(said, str):
+        return [said[:BEGINNING]]
+    if not isinstance(said, list):
+        return []
+    found: list[Any] = []
+    for message in said:
+        if not isinstance(message, dict):
+            return [json.dumps(said[:BEGINNING])[:BEGINNING]]
+        if message.get("role") == "user":
+            return [*found, json.dumps(message.get("content"))[:BEGINNING]]
+        found.append(message)
+    return found
+
+
+class Finished:
+    """Answers where a replica has died and Ray would only close the connection."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began: Message | None = None
+        over = False  # all is sent, or nobody listens
+
+        async def watched() -> Message:
+            nonlocal over
+            message = await receive()
+            over = over or message["type"] == "http.disconnect"
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal began, over
+            if message["type"] == "http.response.start":
+                began = message
+            else:
+                over = over or not message.get("more_body", False)
+            await send(message)
+
+        await self._app(scope, watched, noted)
+        if over:
+            return
+        error, path = (
+            NotReady("the replica that had this request is gone; send it again"),
+            scope["path"],
+        )
+        if began is None:
+            await _refuse(error, path, send)
+        elif (b"content-type", b"text/event-stream; charset=utf-8") in began["headers"]:
+            kind = b"event: error\n" if path.startswith("/v1/messages") else b""
+            frame = kind + b"data: " + error.body(path) + b"\n\n"
+            await send({"type": "http.response.body", "body": frame})
+
+
+async def _refuse(error: ServeError, path: str, send: Send) -> None:
+    body = error.body(path)
+    headers = error.headers(len(body))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
