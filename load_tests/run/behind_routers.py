@@ -1,0 +1,338 @@
+"""Two workers behind vllm-router and behind NVIDIA Dynamo, beside one server with as much cache.
+
+    python -m ropewalk.load_tests.run.behind_routers --python VENV/bin/python
+
+Sends the load of replicas.py to each, and again while a worker is killed, drained or restarted.
+VENV has vllm-router, ai-dynamo and what they and Ropewalk need; see docs/scaling.md. What was
+measured is kept in the folder of --out, so a run that was stopped goes on.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ropewalk.load_tests.client import process
+from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, get_json
+from ropewalk.load_tests.client.process import ServerProcess, StartFailed
+from ropewalk.load_tests.run.replicas import Sent, Sizes, failures, send_all, table
+from ropewalk.load_tests.run.serving import terminated_as_interrupted
+
+# By engine, the ways to choose a worker: from one that knows nothing to the best.
+POLICIES = {
+    "vllm-router": ("round_robin", "cache_aware", "kv_aware"),
+    "Dynamo": ("round-robin", "kv"),
+}
+CONTEXT = 512  # of the bundled models
+_ROOT = Path(__file__).resolve().parents[2]
+WORKER = _ROOT / "deploy" / "dynamo" / "worker.py"
+TOKENIZER = _ROOT / "model" / "family" / "weights" / "tokenizer.model"
+_KV = 72 << 20  # bytes of a worker's cache: two hold the load's beginnings, one does not
+_UP_S = 120.0
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process, and where it answers /health."""
+
+    title: str
+    words: Sequence[str]
+    server: Server
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A router and the workers behind it; of one server, it is both."""
+
+    title: str
+    router: Command
+    workers: Sequence[Command] = ()
+
+    @property
+    def metrics(self) -> list[Server]:
+        return [worker.server for worker in self.workers or (self.router,)]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What makes stacks: a Python with all of it, a bundled model and a folder for Dynamo's."""
+
+    python: str
+    model: str
+    tokenizer: Path
+
+    def one_server(self) -> Stack:
+        return Stack("one server", self._server("server", 2 * _KV))
+
+    def stack(self, name: str, policy: str, place: str) -> Stack:
+        """place: an empty folder, for what needs one."""
+        return self.dynamo(policy, place) if name == "Dynamo" else self.vllm_router(policy)
+
+    def vllm_router(self, policy: str) -> Stack:
+        events = [f"tcp://{process.HOST}:{process.free_port()}" for _ in range(2)]
+        workers = [
+            self._server(f"worker {number}", _KV, "--threads", "1", "--kv-events", endpoint)
+            for number, endpoint in enumerate(events)
+        ]
+        urls = [worker.server.url for worker in workers]
+        router = _somewhere()
+        words = [str(Path(self.python).parent / "vllm-router"), "--host", router.host]
+        words += ["--port", str(router.port), "--worker-urls", *urls, "--policy", policy]
+        words += ["--prometheus-port", str(process.free_port())]
+        words += ["--worker-startup-check-interval", "1", "--health-check-interval-secs", "2"]
+        if policy == "kv_aware":
+            words += ["--kv-event-model", self.model]
+            for url, endpoint in zip(urls, events, strict=True):
+                words += ["--kv-event-source", f"{url}={endpoint}"]
+        return Stack(f"vllm-router, {policy}", Command("router", words, router), workers)
+
+    def dynamo(self, mode: str, found_in: str) -> Stack:
+        """found_in: an empty folder in which frontend and workers find each other."""
+        planes = ["--discovery-backend", "file", "--event-plane", "zmq"]
+        workers = []
+        for number in range(2):
+            system = _somewhere()
+            words = ["env", f"DYN_FILE_KV={found_in}", f"DYN_SYSTEM_PORT={system.port}"]
+            words += [self.python, str(WORKER), self.model, "--tokenizer", str(self.tokenizer)]
+            words += [*_options(_KV), "--threads", "1", "--endpoint-types", "completions", *planes]
+            workers.append(Command(f"worker {number}", words, system))
+        router = _somewhere()
+        words = ["env", f"DYN_FILE_KV={found_in}", self.python, "-m", "dynamo.frontend"]
+        words += ["--http-host", router.host, "--http-port", str(router.port)]
+        words += ["--router-mode", mode, "--migration-limit", "3", *planes]
+        server = replace(router, model=self.model)
+        return Stack(f"Dynamo, {mode}", Command("frontend", words, server), workers)
+
+    def _server(self, title: str, kv: int, *more: str) -> Command:
+        server = _somewhere()
+        words = [self.python, "-m", "ropewalk", "serve", self.model, "--host", server.host]
+        return Command(title, [*words, "--port", str(server.port), *_options(kv), *more], server)
+
+
+def _somewhere() -> Server:
+    return Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=60, idle_s=60)
+
+
+def _options(kv: int) -> list[str]:
+    return ["--kv-memory", str(kv), "--kv-spill", "0", "--dtype", "float32"]
+
+
+class Running:
+    """The processes of a stack, which end with `ended`."""
+
+    def __init__(self, stack: Stack, logs: Path, ended: ExitStack) -> None:
+        self._stack = stack
+        self._logs = logs
+        self._ended = ended
+        self._victim: ServerProcess | None = None
+
+    async def start(self) -> None:
+        """Returns once all of it serves. Raises StartFailed."""
+        started = [await self._started(worker) for worker in self._stack.workers]
+        self._victim = started[0] if started else None
+        router = await self._started(self._stack.router)
+        began = time.monotonic()
+        while not await _models(self._stack.router.server):
+            if time.monotonic() - began > _UP_S:
+                raise router.failed("found no model")
+            await asyncio.sleep(_POLL_S)
+
+    async def kill(self) -> None:
+        """A worker, without warning."""
+        self._signal(signal.SIGKILL)
+
+    async def drain(self) -> None:
+        """A worker finishes its streams and ends."""
+        self._signal(signal.SIGTERM)
+
+    async def restart(self) -> None:
+        """A worker is drained, and comes back at the same address."""
+        await asyncio.to_thread(self._signal(signal.SIGTERM).wait)
+        await self._started(self._stack.workers[0])
+
+    def _signal(self, number: signal.Signals) -> "subprocess.Popen[bytes]":
+        assert self._victim is not None, "one server has no workers"
+        os.kill(self._victim.popen.pid, number)
+        return self._victim.popen
+
+    async def _started(self, command: Command) -> ServerProcess:
+        log = self._logs / f"{self._stack.title}, {command.title}.log"
+        started = process.start(command.title, command.words, log)
+        self._ended.callback(started.stop)
+        await started.answers(command.server)
+        return started
+
+
+async def _models(server: Server) -> bool:
+    try:
+        return bool((await get_json(server, "/v1/models"))["data"])
+    except Unreachable:
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """A load during which something was done to a worker."""
+
+    sent: Sent
+
+    @property
+    def row(self) -> str:
+        answers = self.sent.answers
+        lost = [answer for answer in answers if answer.error is not None]
+        begun = sum(answer.begun for answer in lost)
+        longest = max(answer.seconds for answer in answers)
+        return (
+            f"|{self.sent.title}|{len(self.sent.good)} of {len(answers)}|{begun}|"
+            f"{len(lost) - begun}|{longest:.1f} s|"
+        )
+
+
+DISTURBED = (
+    "|under load, a worker is|answered|lost in their streams|before a token|longest request|",
+    "|:--|--:|--:|--:|--:|",
+)
+ACTS: Mapping[str, Callable[[Running], Awaitable[None]]] = {
+    "killed": Running.kill,
+    "drained": Running.drain,
+    "restarted": Running.restart,
+}
+
+
+async def load(stack: Stack, sizes: Sizes, out: Path) -> Sent:
+    """The load on a fresh stack, unless `out` has it."""
+    path = out / f"{stack.title}.json"
+    if not path.exists():
+        with ExitStack() as ended:
+            await Running(stack, out, ended).start()
+            sent = await send_all(stack.title, stack.router.server, sizes, stack.metrics)
+        sent.save(path)
+    return Sent.load(path)
+
+
+async def disturbed(stack: Stack, act: str, sizes: Sizes, out: Path) -> Disturbed:
+    """A load with longer answers, in a third of which a worker is `act`."""
+    title = f"{act}, {stack.title}"
+    path = out / f"{title}.json"
+    if not path.exists():
+        sizes = replace(sizes, output_tokens=64)
+        third = asyncio.Event()
+
+        def tell(done: int) -> None:
+            if done >= sizes.requests // 3:
+                third.set()
+
+        with ExitStack() as ended:
+            running = Running(stack, out, ended)
+            await running.start()
+            sending = asyncio.create_task(send_all(title, stack.router.server, sizes, tell=tell))
+            await third.wait()
+            await ACTS[act](running)
+            (await sending).save(path)
+    return Disturbed(Sent.load(path))
+
+
+def tokenizer_folder(folder: Path, context: int) -> Path:
+    """The bundled models' tokenizer as Hugging Face's library has it, with a config.json."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens = SentencePieceProcessor(model_proto=TOKENIZER.read_bytes())
+    pieces = [tokens.id_to_piece(number) for number in range(tokens.get_piece_size())]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+    made = Tokenizer(models.BPE(ids, merges, byte_fallback=True, unk_token="<unk>"))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    config = {"model_type": "llama", "eos_token_id": 2, "max_position_embeddings": context}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+async def measure(made: Made, sizes: Sizes, out: Path) -> int:
+    one = await load(made.one_server(), sizes, out)
+    found = []
+    for name, policies in POLICIES.items():
+        sent = {}
+        for policy in policies:
+            with tempfile.TemporaryDirectory() as place:
+                sent[policy] = await load(made.stack(name, policy, place), sizes, out)
+        print("\n".join(table([one, *sent.values()], one)), flush=True)
+        acts = []
+        for act in ACTS:
+            with tempfile.TemporaryDirectory() as place:
+                stack = made.stack(name, policies[-1], place)
+                acts.append(await disturbed(stack, act, sizes, out))
+        print("\n".join(["", *DISTURBED, *(each.row for each in acts), ""]))
+        for each in acts:
+            print("\n".join(failures(each.sent)))
+        found += faults(one, list(sent.values()), acts, sizes.workers)
+    print("\n".join(found or ["All that must hold holds."]))
+    return 1 if found else 0
+
+
+def faults(
+    one: Sent, routed: Sequence[Sent], acts: Sequence[Disturbed], most_lost: int
+) -> Iterator[str]:
+    """What should hold and does not, a sentence each. most_lost: of requests at a killed one."""
+    for sent in (one, *routed):
+        if len(sent.good) < len(sent.answers):
+            yield f"{sent.title}: not all requests were answered."
+        if sent.same(one) < len(sent.good):
+            yield f"{sent.title}: some answers differ from those of one server."
+    blind, *_, keyed = routed
+    if keyed.hit_rate < 0.9 * one.hit_rate:
+        share = keyed.hit_rate / one.hit_rate
+        yield f"{keyed.title}: the hit rate is {share:.0%} of one server's, less than 90 %."
+    if keyed.hit_rate < 1.5 * blind.hit_rate:
+        yield f"{keyed.title}: the hit rate is less than 1.5 times that of round robin."
+    for each in acts:
+        if any("within" in (answer.error or "") for answer in each.sent.answers):
+            yield f"{each.sent.title}: a request hung until its timeout."
+        lost = len(each.sent.answers) - len(each.sent.good)
+        if lost > (most_lost if each.sent.title.startswith("killed") else 0):
+            yield f"{each.sent.title}: {lost} requests were lost."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--python", default=sys.executable, help="that has the routers, too")
+    parser.add_argument("--model", default="ropewalk-rope", help="a bundled one")
+    parser.add_argument("--requests", type=int, default=Sizes().requests)
+    parser.add_argument("--out", type=Path, default=Path("build/routers"))
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    made = Made(args.python, args.model, tokenizer_folder(args.out / "tokenizer", CONTEXT))
+    try:
+        with terminated_as_interrupted():
+            return asyncio.run(measure(made, Sizes(requests=args.requests), args.out))
+    except StartFailed as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
