@@ -11,13 +11,15 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,7 +103,7 @@ class Made:
         planes = ["--discovery-backend", "file", "--event-plane", "zmq"]
         workers = []
         for number in range(2):
-            system = _somewhere()
+            system = _somewhere(range(20_000, 1 << 15))  # Dynamo reads 16 bits with a sign
             words = ["env", f"DYN_FILE_KV={found_in}", f"DYN_SYSTEM_PORT={system.port}"]
             words += [self.python, str(WORKER), self.model, "--tokenizer", str(self.tokenizer)]
             words += [*_options(_KV), "--threads", "1", "--endpoint-types", "completions", *planes]
@@ -119,8 +121,13 @@ class Made:
         return Command(title, [*words, "--port", str(server.port), *_options(kv), *more], server)
 
 
-def _somewhere() -> Server:
-    return Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=60, idle_s=60)
+def _somewhere(ports: range | None = None) -> Server:
+    """An address at which nobody listens now, at one of `ports` if they are given."""
+    port = process.free_port()
+    while ports is not None and port not in ports:
+        with suppress(OSError), socket.create_server((process.HOST, random.choice(ports))) as free:
+            port = free.getsockname()[1]
+    return Server(process.HOST, port, DIALECTS["openai"], timeout_s=60, idle_s=60)
 
 
 def _options(kv: int) -> list[str]:
