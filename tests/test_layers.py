@@ -35,6 +35,7 @@ ALLOWED = {  # what a package may import besides itself
 }
 IN_PROCESS = (  # load tests in one process with what they measure, which they may import
     "load_tests/micro/engines.py",
+    "load_tests/micro/events_cost.py",
     "load_tests/gpu/check.py",
     "load_tests/gpu/parts.py",
     "load_tests/gpu/peer.py",

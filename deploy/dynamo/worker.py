@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from ropewalk.server.errors import CommandError, ServeError, UsageError
 from ropewalk.server.launch.build import Loaded, engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.body import read_body
-from ropewalk.server.openai.requests import Prompt, choices_for
+from ropewalk.server.openai.requests import choices_for, completion_prompts
 from ropewalk.server.openai.schemas import CompletionBody
 from ropewalk.server.scheduling.request import FinishReason, Request
 
@@ -121,26 +122,27 @@ class RopewalkEngine(LLMEngine):
         self, request: Mapping[str, Any], context: Any
     ) -> AsyncGenerator[dict[str, Any], None]:
         served, engine = self._loaded.served, self._engine
-        tokens = list(request["token_ids"])
-        used = {"prompt_tokens": len(tokens), "completion_tokens": 0}
+        used = {"prompt_tokens": len(request["token_ids"]), "completion_tokens": 0}
         try:
             body = read_body(CompletionBody, fields_of(request, served.max_context))
-            (choice,) = choices_for(body, [Prompt(tokens)], served, salt_of(request))
+            prompts = await completion_prompts(body, served)
+            (choice,) = choices_for(body, prompts, served, salt_of(request))
             self._running[context.id()] = choice.request
-            async for batch in engine.generate(served.name, [choice.request]):
-                events = [event for _, some in batch for event in some]
-                last = events[-1]
-                if last.error is not None:
-                    raise last.error
-                new = [event.token for event in events if event.token is not None]
-                used["completion_tokens"] += len(new)
-                chunk: dict[str, Any] = {"token_ids": new, "index": 0}
-                if last.finish is not None:
-                    used["total_tokens"] = sum(used.values())
-                    cached = {"cached_tokens": choice.request.cached}
-                    chunk["finish_reason"] = FINISHES.get(last.finish, "length")
-                    chunk["completion_usage"] = {**used, "prompt_tokens_details": cached}
-                yield chunk
+            async with aclosing(engine.generate(served.name, [choice.request])) as batches:
+                async for batch in batches:
+                    events = [event for _, some in batch for event in some]
+                    last = events[-1]
+                    if last.error is not None:
+                        raise last.error
+                    new = [event.token for event in events if event.token is not None]
+                    used["completion_tokens"] += len(new)
+                    chunk: dict[str, Any] = {"token_ids": new, "index": 0}
+                    if last.finish is not None:
+                        used["total_tokens"] = sum(used.values())
+                        cached = {"cached_tokens": choice.request.cached}
+                        chunk["finish_reason"] = FINISHES.get(last.finish, "length")
+                        chunk["completion_usage"] = {**used, "prompt_tokens_details": cached}
+                    yield chunk
         except ServeError as error:
             kind = InvalidArgument if error.status in range(400, 429) else Unknown
             raise kind(str(error)) from error
@@ -173,16 +175,12 @@ def fields_of(request: Mapping[str, Any], context: int) -> dict[str, Any]:
         "prompt": request["token_ids"],
         "max_tokens": max(1, context - len(request["token_ids"])),
         "n": sampling.get("n"),
-        "stop_token_ids": list(_stop_ids(stopping)),
+        # Those of the client; the model's own, which are hidden ones, this end knows.
+        "stop_token_ids": stopping.get("stop_token_ids") or [],
     }
     given = {name: sampling.get(name) for name in SAMPLING}
     given |= {name: stopping.get(name) for name in STOPPING}
     return fields | {name: value for name, value in given.items() if value is not None}
-
-
-def _stop_ids(stopping: Mapping[str, Any]) -> Sequence[int]:
-    """Those of the client. The model's own, which are hidden ones, this end knows."""
-    return stopping.get("stop_token_ids") or ()
 
 
 def salt_of(request: Mapping[str, Any]) -> str:
