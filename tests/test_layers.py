@@ -82,6 +82,8 @@ NO_TORCH = (  # files, and what begins so
     "server/errors.py",
     "server/listen.py",
     "server/download.py",
+    "server/ray/proxy.py",
+    "server/ray/scaling.py",
     "server/scheduling/request.py",
     "server/scheduling/scheduler.py",
 )
@@ -101,6 +103,7 @@ ONLY_IN = {  # third-party package: the files that may know it
     ),
     "gguf": ("model/weights/gguf_file.py",),
     "jinja2": ("model/chat/process.py", "report/page.py"),  # never in the server's own process
+    "ray": ("server/ray/application.py",),  # an extra: nothing else of the server needs it
     "sentencepiece": (
         "model/tokenizers/spm.py",
         "model/tokenizers/spm_process.py",

@@ -46,12 +46,12 @@ def view(
     before: str,
     during: Sequence[str],
     after: str,
-    model_name: str,
+    model_name: str | None,
     outcomes: Sequence[Outcome],
 ) -> ServerView:
     """The run of one arm, whose series have `model_name`, or no such label on another server.
 
-    Leaves out counters that did not increase, and the buckets of histograms.
+    With None, of all models together. Leaves out counters that did not increase, and the buckets of histograms.
     Raises ValueError for a text that is no Prometheus exposition.
     """
     old, new = (_samples(text, model_name, _COUNTERS) for text in (before, after))
@@ -145,12 +145,12 @@ def _first_token(grown: Mapping[str, float], answered: Sequence[Outcome]) -> Ite
         )
 
 
-def _samples(text: str, model_name: str, kinds: Sequence[str]) -> dict[str, float]:
+def _samples(text: str, model_name: str | None, kinds: Sequence[str]) -> dict[str, float]:
     """Values by name and labels, of the series of one model and of those without a model."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(_lines_of(text, kinds)):
         for sample in family.samples:
-            if sample.labels.get("model_name", model_name) != model_name:
+            if model_name not in (None, sample.labels.get("model_name", model_name)):
                 continue
             if sample.name.endswith(("_bucket", "_created")) or "quantile" in sample.labels:
                 continue

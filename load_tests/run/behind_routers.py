@@ -279,7 +279,7 @@ def tokenizer_folder(folder: Path, context: int) -> Path:
 
 async def measure(made: Made, sizes: Sizes, out: Path) -> int:
     one = await load(made.one_server(), sizes, out)
-    found = []
+    found: list[str] = []
     for name, policies in POLICIES.items():
         sent = {}
         for policy in policies:

@@ -13,12 +13,10 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from prometheus_client.parser import text_string_to_metric_families
 
 from ropewalk.load_tests.client.client import (
     DIALECTS,
@@ -30,13 +28,13 @@ from ropewalk.load_tests.client.client import (
 from ropewalk.load_tests.client.exchange import Answer as Exchange
 from ropewalk.load_tests.client.exchange import exchange
 from ropewalk.load_tests.client.http1 import BadResponse, EventReader
-from ropewalk.load_tests.client.scrape import snapshot
+from ropewalk.load_tests.client.scrape import snapshot, total, view
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.workload.prompts import PromptMaker
 
-_HITS = "ropewalk_prefix_cache_hit_tokens"
-_PROMPTS = "ropewalk_prompt_tokens"
+_HITS = "ropewalk_prefix_cache_hit_tokens_total"
+_PROMPTS = "ropewalk_prompt_tokens_total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,7 @@ class Sent:
     answers: list[Answer]
     seconds: float
     counted: tuple[float, float] | None = None  # hits and prompt tokens, by the metrics
+    whole_s: float | None = None  # from what was done to the replicas until all ran again
 
     @property
     def good(self) -> list[Answer]:
@@ -96,7 +95,11 @@ class Sent:
 
     @classmethod
     def load(cls, path: Path) -> "Sent":
-        fields = json.loads(path.read_text())
+        return cls.of(json.loads(path.read_text()))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Sent":
+        """What `asdict` made of one."""
         return cls(**{**fields, "answers": [Answer(**each) for each in fields["answers"]]})
 
 
@@ -121,7 +124,7 @@ async def send_all(
     requests = requests_of(sizes)
     found: dict[int, Answer] = {}
     queue = iter(enumerate(requests))
-    before = await _counted(metrics)
+    before = await _snapshots(metrics)
     began = time.perf_counter()
 
     async def work() -> None:
@@ -133,11 +136,27 @@ async def send_all(
         for _ in range(sizes.workers):
             group.create_task(work())
     seconds = time.perf_counter() - began
-    after = await _counted(metrics)
-    counted = None
-    if before is not None and after is not None:
-        counted = after[0] - before[0], after[1] - before[1]
+    counted = _counted(before, await _snapshots(metrics)) if metrics else None
     return Sent(title, [found[number] for number in range(len(requests))], seconds, counted)
+
+
+async def send_disturbed(
+    title: str, server: Server, sizes: Sizes, act: Callable[[], Awaitable[float | None]]
+) -> Sent:
+    """Send longer answers, and call `act` when a third of them are there.
+
+    It returns after how many seconds all replicas ran again, or None where they do not.
+    """
+    sizes, third = replace(sizes, output_tokens=64), asyncio.Event()
+
+    def tell(done: int) -> None:
+        if done >= sizes.requests // 3:
+            third.set()
+
+    load = asyncio.create_task(send_all(title, server, sizes, tell=tell))
+    await third.wait()
+    whole_s = await act()
+    return replace(await load, whole_s=whole_s)
 
 
 def table(sent: Sequence[Sent], one: Sent | None = None) -> list[str]:
@@ -155,6 +174,50 @@ def table(sent: Sequence[Sent], one: Sent | None = None) -> list[str]:
             f"{len(each.good) / each.seconds:.1f}|"
         )
     return rows
+
+
+def disturbed_table(sent: Sequence[Sent]) -> list[str]:
+    """Rows of Markdown for loads during which something was done to the replicas."""
+    rows = [
+        "|under load, a replica is|answered|lost in their streams|before a token|longest request|"
+        "whole again after|",
+        "|:--|--:|--:|--:|--:|--:|",
+    ]
+    for each in sent:
+        lost = [answer for answer in each.answers if answer.error is not None]
+        begun = sum(answer.begun for answer in lost)
+        longest = max(answer.seconds for answer in each.answers)
+        whole = "" if each.whole_s is None else f"{each.whole_s:.0f} s"
+        rows.append(
+            f"|{each.title}|{len(each.good)} of {len(each.answers)}|{begun}|{len(lost) - begun}|"
+            f"{longest:.1f} s|{whole}|"
+        )
+    return rows
+
+
+def faults(
+    one: Sent, routed: Mapping[str, Sent], blind: str, best: str, disturbed: Mapping[str, Sent]
+) -> Iterator[str]:
+    """What should hold and does not, a sentence each.
+
+    `routed` is by the way to route: `blind` knows no prefixes, `best` does. `disturbed` is by what
+    was done; only if a replica was killed, requests may be lost: those that it had.
+    """
+    for sent in (one, *routed.values()):
+        if len(sent.good) < len(sent.answers):
+            yield f"{sent.title}: not all requests were answered."
+        if sent.same(one) < len(sent.good):
+            yield f"{sent.title}: some answers differ from those of one server."
+    if routed[best].hit_rate < 0.9 * one.hit_rate:
+        yield f"{best}: the hit rate is less than 90 % of one server's."
+    if routed[best].hit_rate < 1.5 * routed[blind].hit_rate:
+        yield f"{best}: the hit rate is less than 1.5 times that of {blind}."
+    for what, sent in disturbed.items():
+        if any("no complete answer within" in (answer.error or "") for answer in sent.answers):
+            yield f"{sent.title}: a request hung until its timeout."
+        lost = len(sent.answers) - len(sent.good)
+        if lost > (Sizes().workers if what == "killed" else 0):
+            yield f"{sent.title}: {lost} requests were lost."
 
 
 def failures(sent: Sent) -> Iterator[str]:
@@ -217,18 +280,17 @@ async def _ask(server: Server, request: Request, began: float) -> Answer:
     )
 
 
-async def _counted(metrics: Sequence[Server]) -> tuple[float, float] | None:
-    """Hits and prompt tokens of all replicas so far."""
-    if not metrics:
-        return None
-    totals = dict.fromkeys((_HITS, _PROMPTS), 0.0)
-    for server in metrics:
-        for family in text_string_to_metric_families(await snapshot(server)):
-            if family.name in totals:
-                totals[family.name] += sum(
-                    sample.value for sample in family.samples if sample.name.endswith("_total")
-                )
-    return totals[_HITS], totals[_PROMPTS]
+async def _snapshots(metrics: Sequence[Server]) -> list[str]:
+    return [await snapshot(server) for server in metrics]
+
+
+def _counted(before: Sequence[str], after: Sequence[str]) -> tuple[float, float]:
+    """Hits and prompt tokens of all replicas in between."""
+    views = [view(old, (), new, None, ()) for old, new in zip(before, after, strict=True)]
+    hits, tokens = (
+        sum(total(each.counters, family) or 0.0 for each in views) for family in (_HITS, _PROMPTS)
+    )
+    return hits, tokens
 
 
 def server_at(url: str, timeout_s: float, model: str | None = None) -> Server:

@@ -88,7 +88,7 @@ class Application:
 
     app: Starlette
     engine: AsyncEngine
-    facts: Sequence[ModelFacts]
+    loaded: Sequence[Loaded]
 
 
 def run(
@@ -121,11 +121,11 @@ def run(
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
     url = listen.local_url(config.host, port, tls=tls is not None)
-    announce = partial(_announce, config, made.facts, url)
+    announce = partial(_announce, config, [model.facts for model in made.loaded], url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
-    for model in loaded:
+    for model in made.loaded:
         model.close()
     return ENGINE_FAILED if engine.failure else 0
 
@@ -146,7 +146,7 @@ def make_application(
     engine = engine_of(config, loaded, metrics, on_failure)
     planners = {model.served.name: model.planner for model in loaded}
     app = create_app(served, engine, metrics, config.http, loaded[0].place, planners, traces)
-    return Application(app, engine, [model.facts for model in loaded])
+    return Application(app, engine, loaded)
 
 
 def engine_of(

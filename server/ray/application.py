@@ -19,10 +19,9 @@ from ropewalk.server.ray.scaling import SEQUENCES
 _OF_THE_SOCKET = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "drain_timeout")
 
 
-@serve.deployment
 @serve.ingress()
-class Ropewalk:
-    """One replica. Raises CommandError, with one sentence, when a model cannot be served."""
+class Replica:
+    """Raises CommandError, with one sentence, when a model cannot be served."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
         self._made = make_application(configuration(options), lambda: None)
@@ -49,7 +48,7 @@ def application(options: dict[str, Any]) -> serve.Application:
     Raises UsageError for what they cannot be.
     """
     configuration(options)  # refused here, where whoever started it sees why
-    return Ropewalk.bind(options)
+    return serve.deployment(Replica, name="Ropewalk").bind(options)
 
 
 def configuration(options: Mapping[str, object]) -> ServerConfig:

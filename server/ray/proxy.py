@@ -23,7 +23,7 @@ _PROMPTS = frozenset(
 )
 BEGINNING = 1024  # characters of a prompt, or of a conversation's first user message
 _READ = 256 << 10  # bytes of a body: parsing these takes a few milliseconds
-_BODY_SECONDS = 30.0  # as a server without Ray waits
+BODY_SECONDS = 30.0  # as a server without Ray waits
 
 
 def middlewares() -> list[Middleware]:
@@ -38,8 +38,9 @@ class Keyed:
     keys and values. The body must begin to arrive before Ray routes the request, hence a deadline.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, seconds: float = BODY_SECONDS) -> None:
         self._app = app
+        self._seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = scope["type"] == "http" and scope["path"].rstrip("/").endswith(tuple(_PROMPTS))
@@ -48,7 +49,7 @@ class Keyed:
         held: deque[Message] = deque()
         size, more = 0, True
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(self._seconds):
                 while more and size < _READ:
                     held.append(message := await receive())
                     size += len(message.get("body", b""))
