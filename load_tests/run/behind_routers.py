@@ -18,15 +18,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
-from ropewalk.load_tests.run.replicas import Sent, Sizes, failures, send_all, table
+from ropewalk.load_tests.run.replicas import (
+    Sent,
+    Sizes,
+    disturbed_table,
+    failures,
+    faults,
+    send_all,
+    send_disturbed,
+    table,
+)
 from ropewalk.load_tests.run.serving import terminated_as_interrupted
 
 # By engine, the ways to choose a worker: from one that knows nothing to the best.
@@ -155,17 +165,19 @@ class Running:
             await asyncio.sleep(_POLL_S)
 
     async def kill(self) -> None:
-        """A worker, without warning."""
+        """A worker, without warning. Nobody starts another."""
         self._signal(signal.SIGKILL)
 
     async def drain(self) -> None:
         """A worker finishes its streams and ends."""
         self._signal(signal.SIGTERM)
 
-    async def restart(self) -> None:
-        """A worker is drained, and comes back at the same address."""
+    async def restart(self) -> float:
+        """A worker is drained, and comes back at the same address: after how many seconds."""
+        began = time.monotonic()
         await asyncio.to_thread(self._signal(signal.SIGTERM).wait)
         await self._started(self._stack.workers[0])
+        return time.monotonic() - began
 
     def _signal(self, number: signal.Signals) -> "subprocess.Popen[bytes]":
         assert self._victim is not None, "one server has no workers"
@@ -187,29 +199,7 @@ async def _models(server: Server) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Disturbed:
-    """A load during which something was done to a worker."""
-
-    sent: Sent
-
-    @property
-    def row(self) -> str:
-        answers = self.sent.answers
-        lost = [answer for answer in answers if answer.error is not None]
-        begun = sum(answer.begun for answer in lost)
-        longest = max(answer.seconds for answer in answers)
-        return (
-            f"|{self.sent.title}|{len(self.sent.good)} of {len(answers)}|{begun}|"
-            f"{len(lost) - begun}|{longest:.1f} s|"
-        )
-
-
-DISTURBED = (
-    "|under load, a worker is|answered|lost in their streams|before a token|longest request|",
-    "|:--|--:|--:|--:|--:|",
-)
-ACTS: Mapping[str, Callable[[Running], Awaitable[None]]] = {
+ACTS: Mapping[str, Callable[[Running], Awaitable[float | None]]] = {
     "killed": Running.kill,
     "drained": Running.drain,
     "restarted": Running.restart,
@@ -227,26 +217,17 @@ async def load(stack: Stack, sizes: Sizes, out: Path) -> Sent:
     return Sent.load(path)
 
 
-async def disturbed(stack: Stack, act: str, sizes: Sizes, out: Path) -> Disturbed:
-    """A load with longer answers, in a third of which a worker is `act`."""
+async def disturbed(stack: Stack, act: str, sizes: Sizes, out: Path) -> Sent:
+    """The load on a fresh stack while a worker is `act`, unless `out` has it."""
     title = f"{act}, {stack.title}"
     path = out / f"{title}.json"
     if not path.exists():
-        sizes = replace(sizes, output_tokens=64)
-        third = asyncio.Event()
-
-        def tell(done: int) -> None:
-            if done >= sizes.requests // 3:
-                third.set()
-
         with ExitStack() as ended:
             running = Running(stack, out, ended)
             await running.start()
-            sending = asyncio.create_task(send_all(title, stack.router.server, sizes, tell=tell))
-            await third.wait()
-            await ACTS[act](running)
-            (await sending).save(path)
-    return Disturbed(Sent.load(path))
+            done = partial(ACTS[act], running)
+            (await send_disturbed(title, stack.router.server, sizes, done)).save(path)
+    return Sent.load(path)
 
 
 def tokenizer_folder(folder: Path, context: int) -> Path:
@@ -281,45 +262,21 @@ async def measure(made: Made, sizes: Sizes, out: Path) -> int:
     one = await load(made.one_server(), sizes, out)
     found: list[str] = []
     for name, policies in POLICIES.items():
-        sent = {}
+        routed, acts = {}, {}
         for policy in policies:
             with tempfile.TemporaryDirectory() as place:
-                sent[policy] = await load(made.stack(name, policy, place), sizes, out)
-        print("\n".join(table([one, *sent.values()], one)), flush=True)
-        acts = []
+                routed[policy] = await load(made.stack(name, policy, place), sizes, out)
+        print("\n".join(table([one, *routed.values()], one)), flush=True)
         for act in ACTS:
             with tempfile.TemporaryDirectory() as place:
                 stack = made.stack(name, policies[-1], place)
-                acts.append(await disturbed(stack, act, sizes, out))
-        print("\n".join(["", *DISTURBED, *(each.row for each in acts), ""]))
-        for each in acts:
-            print("\n".join(failures(each.sent)))
-        found += faults(one, list(sent.values()), acts, sizes.workers)
+                acts[act] = await disturbed(stack, act, sizes, out)
+        print("\n".join(["", *disturbed_table([*acts.values()]), ""]))
+        for sent in acts.values():
+            print("\n".join(failures(sent)))
+        found += faults(one, routed, policies[0], policies[-1], acts)
     print("\n".join(found or ["All that must hold holds."]))
     return 1 if found else 0
-
-
-def faults(
-    one: Sent, routed: Sequence[Sent], acts: Sequence[Disturbed], most_lost: int
-) -> Iterator[str]:
-    """What should hold and does not, a sentence each. most_lost: of requests at a killed one."""
-    for sent in (one, *routed):
-        if len(sent.good) < len(sent.answers):
-            yield f"{sent.title}: not all requests were answered."
-        if sent.same(one) < len(sent.good):
-            yield f"{sent.title}: some answers differ from those of one server."
-    blind, *_, keyed = routed
-    if keyed.hit_rate < 0.9 * one.hit_rate:
-        share = keyed.hit_rate / one.hit_rate
-        yield f"{keyed.title}: the hit rate is {share:.0%} of one server's, less than 90 %."
-    if keyed.hit_rate < 1.5 * blind.hit_rate:
-        yield f"{keyed.title}: the hit rate is less than 1.5 times that of round robin."
-    for each in acts:
-        if any("within" in (answer.error or "") for answer in each.sent.answers):
-            yield f"{each.sent.title}: a request hung until its timeout."
-        lost = len(each.sent.answers) - len(each.sent.good)
-        if lost > (most_lost if each.sent.title.startswith("killed") else 0):
-            yield f"{each.sent.title}: {lost} requests were lost."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
