@@ -9,7 +9,6 @@ measured is kept in the folder of --out, so a run that was stopped goes on.
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import signal
@@ -44,10 +43,7 @@ POLICIES = {
     "vllm-router": ("round_robin", "cache_aware", "kv_aware"),
     "Dynamo": ("round-robin", "kv"),
 }
-CONTEXT = 512  # of the bundled models
-_ROOT = Path(__file__).resolve().parents[2]
-WORKER = _ROOT / "deploy" / "dynamo" / "worker.py"
-TOKENIZER = _ROOT / "model" / "family" / "weights" / "tokenizer.model"
+DYNAMO = Path(__file__).resolve().parents[2] / "deploy" / "dynamo"
 _KV = 72 << 20  # bytes of a worker's cache: two hold the load's beginnings, one does not
 _UP_S = 120.0
 _POLL_S = 0.2
@@ -115,8 +111,17 @@ class Made:
         for number in range(2):
             system = _somewhere(range(20_000, 1 << 15))  # Dynamo reads 16 bits with a sign
             words = ["env", f"DYN_FILE_KV={found_in}", f"DYN_SYSTEM_PORT={system.port}"]
-            words += [self.python, str(WORKER), self.model, "--tokenizer", str(self.tokenizer)]
-            words += [*_options(_KV), "--threads", "1", "--endpoint-types", "completions", *planes]
+            words += [self.python, str(DYNAMO / "worker.py"), self.model]
+            words += [
+                "--tokenizer",
+                str(self.tokenizer),
+                *_options(_KV),
+                "--threads",
+                "1",
+                "--endpoint-types",
+                "completions",
+                *planes,
+            ]
             workers.append(Command(f"worker {number}", words, system))
         router = _somewhere()
         words = ["env", f"DYN_FILE_KV={found_in}", self.python, "-m", "dynamo.frontend"]
@@ -230,34 +235,6 @@ async def disturbed(stack: Stack, act: str, sizes: Sizes, out: Path) -> Sent:
     return Sent.load(path)
 
 
-def tokenizer_folder(folder: Path, context: int) -> Path:
-    """The bundled models' tokenizer as Hugging Face's library has it, with a config.json."""
-    from sentencepiece import SentencePieceProcessor
-    from tokenizers import Tokenizer, decoders, models, normalizers
-
-    tokens = SentencePieceProcessor(model_proto=TOKENIZER.read_bytes())
-    pieces = [tokens.id_to_piece(number) for number in range(tokens.get_piece_size())]
-    ids = {piece: number for number, piece in enumerate(pieces)}
-    merges = [
-        (piece[:cut], piece[cut:])
-        for piece in pieces
-        for cut in range(1, len(piece))
-        if piece[:cut] in ids and piece[cut:] in ids
-    ]
-    made = Tokenizer(models.BPE(ids, merges, byte_fallback=True, unk_token="<unk>"))
-    made.normalizer = normalizers.Replace(" ", "▁")
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    made.add_special_tokens(["<unk>", "<s>", "</s>"])
-    folder.mkdir(exist_ok=True)
-    made.save(str(folder / "tokenizer.json"))
-    config = {"model_type": "llama", "eos_token_id": 2, "max_position_embeddings": context}
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    return folder
-
-
 async def measure(made: Made, sizes: Sizes, out: Path) -> int:
     one = await load(made.one_server(), sizes, out)
     found: list[str] = []
@@ -289,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/routers"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    made = Made(args.python, args.model, tokenizer_folder(args.out / "tokenizer", CONTEXT))
+    made = Made(args.python, args.model, args.out / "tokenizer")
+    subprocess.run([args.python, DYNAMO / "tokenizer.py", made.tokenizer], check=True)
     try:
         with terminated_as_interrupted():
             return asyncio.run(measure(made, Sizes(requests=args.requests), args.out))

@@ -1,13 +1,19 @@
 """The worker for Dynamo, called as Dynamo calls it; a live one is in load_tests."""
 
 import asyncio
+import random
+import runpy
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 import ropewalk
+from ropewalk.load_tests.workload.prompts import WORDS
+from ropewalk.model.tokenizers.loading import tokenizer_from_directory
+from ropewalk.server.download import family
 from tests.deploy.files import ROOT
 
 WORKER = ROOT / "deploy" / "dynamo" / "worker.py"
@@ -120,6 +126,17 @@ def test_a_worker_answers_as_a_server_does_and_is_found(worker):
     assert registered.llm.kv_cache_block_size == 16 and registered.llm.total_kv_blocks > 32
     ((endpoint, topic),) = sources
     assert endpoint.startswith("tcp://127.0.0.1:") and topic == ""
+
+
+def test_the_frontend_gets_the_tokenizer_of_the_bundled_models(tmp_path):
+    runpy.run_path(str(WORKER.parent / "tokenizer.py"))["write"](tmp_path)
+    theirs = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    ours = tokenizer_from_directory(family()[0].parent)
+    words = random.Random(1).choices(WORDS, k=500)
+    for text in (" ".join(words), "Once,  upon\n a time: 12 €!", "naïve 🦆"):
+        tokens = ours.encode(text, bos=False)
+        assert theirs.encode(text).ids == tokens
+        assert theirs.decode(tokens) == text
 
 
 def test_a_salt_keeps_prefixes_apart_and_is_one_that_dynamo_knows(worker):
