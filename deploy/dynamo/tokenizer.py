@@ -36,8 +36,12 @@ def write(folder: Path) -> None:
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
-    known = {"model_type": "llama", "eos_token_id": tokens.eos_id()}
-    known["max_position_embeddings"] = config["trained_context"]
+    known = {
+        "architectures": ["LlamaForCausalLM"],  # required, and without effect
+        "model_type": "llama",
+        "max_position_embeddings": config["trained_context"],
+        "eos_token_id": tokens.eos_id(),
+    }
     (folder / "config.json").write_text(json.dumps(known))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
 

@@ -25,7 +25,7 @@ from ropewalk.server.events.wire import Event, Told
 log = getLogger(__name__)
 
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20  # for replay
-PAUSE_S = 0.005  # between batches, so that a step's changes, or several steps', are one of them
+PAUSE_S = 0.02  # between batches, so that the changes of some steps are one of them
 CLOSING_SECONDS = 1.0
 
 
