@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from pathlib import Path
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
+from ropewalk.load_tests.client.scrape import snapshot
 from ropewalk.load_tests.run.replicas import (
     Sent,
     Sizes,
@@ -47,6 +49,7 @@ DYNAMO = Path(__file__).resolve().parents[2] / "deploy" / "dynamo"
 _KV = 72 << 20  # bytes of a worker's cache: two hold the load's beginnings, one does not
 _UP_S = 120.0
 _POLL_S = 0.2
+_RUNNING = re.compile(r"^ropewalk_requests_running(?:{[^}]*})? [2-9]", re.M)  # two or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +173,9 @@ class Running:
             await asyncio.sleep(_POLL_S)
 
     async def kill(self) -> None:
-        """A worker, without warning. Nobody starts another."""
+        """A worker that computes, without warning. Nobody starts another."""
+        while not _RUNNING.search(await snapshot(self._stack.workers[0].server)):
+            await asyncio.sleep(0)
         self._signal(signal.SIGKILL)
 
     async def drain(self) -> None:
