@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from sentencepiece import SentencePieceProcessor
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from ropewalk.server.download import family
 
@@ -34,6 +34,7 @@ def write(folder: Path) -> None:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", tokens.bos_id())])
     folder.mkdir(parents=True, exist_ok=True)
     made.save(str(folder / "tokenizer.json"))
     known = {

@@ -43,7 +43,12 @@ from ropewalk.load_tests.run.serving import terminated_as_interrupted
 # By engine, the ways to choose a worker: from one that knows nothing to the best.
 POLICIES = {
     "vllm-router": ("round_robin", "cache_aware", "kv_aware"),
-    "Dynamo": ("round-robin", "kv"),
+    "Dynamo": (
+        "round-robin",
+        "kv",
+        "kv --no-router-track-active-blocks --router-kv-overlap-score-credit 4 "
+        "--router-predicted-ttl-secs 5",
+    ),
 }
 DYNAMO = Path(__file__).resolve().parents[2] / "deploy" / "dynamo"
 _KV = 72 << 20  # bytes of a worker's cache: two hold the load's beginnings, one does not
@@ -129,7 +134,7 @@ class Made:
         router = _somewhere()
         words = ["env", f"DYN_FILE_KV={found_in}", self.python, "-m", "dynamo.frontend"]
         words += ["--http-host", router.host, "--http-port", str(router.port)]
-        words += ["--router-mode", mode, "--migration-limit", "3", *planes]
+        words += ["--router-mode", *mode.split(), "--migration-limit", "3", *planes]
         server = replace(router, model=self.model)
         return Stack(f"Dynamo, {mode}", Command("frontend", words, server), workers)
 

@@ -11,7 +11,7 @@ from collections import deque
 from ipaddress import ip_address
 from itertools import count
 from logging import getLogger
-from os import eventfd_read, eventfd_write
+from os import close, eventfd_read, eventfd_write
 from threading import Thread
 from urllib.parse import urlsplit
 
@@ -25,6 +25,7 @@ from ropewalk.server.events.wire import Event, Told
 log = getLogger(__name__)
 
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20  # for replay
+MOST_EVENTS = 500  # of a batch: routers bound what they take
 PAUSE_S = 0.02  # between batches, so that the changes of some steps are one of them
 CLOSING_SECONDS = 1.0
 
@@ -66,10 +67,12 @@ class Publisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish no more; what is on its way to slow subscribers is dropped."""
+        """Publish no more, once nothing changes any more; what is on its way may be lost."""
         self._closing = True
         eventfd_write(self.changes.signal, 1)
         self._thread.join(CLOSING_SECONDS)
+        if not self._thread.is_alive():
+            close(self.changes.signal)
 
     def _opened(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
         opened = self._context.socket(kind)
@@ -92,9 +95,7 @@ class Publisher:
         ready = dict(self._poller.poll())
         if self.changes.signal in ready:
             eventfd_read(self.changes.signal)
-            events = self._told.update(*self.changes.take())
-            if events:
-                self._publish(events)
+            self._publish(self._told.update(*self.changes.take()))
         if self._socket in ready and self._subscribed():
             self._publish(self._told.everything())
         if self._replay is not None and self._replay in ready:
@@ -110,18 +111,19 @@ class Publisher:
         return found
 
     def _publish(self, events: list[Event]) -> None:
-        number, payload = next(self._numbers), self._encoded(events)
-        self._socket.send_multipart([self._topic, _frame(number), payload])
-        self._kept.append((number, payload))
-        self._kept_bytes += len(payload)
+        for payload in self._batches(events, MOST_EVENTS):
+            number = next(self._numbers)
+            self._socket.send_multipart([self._topic, _frame(number), payload])
+            self._kept.append((number, payload))
+            self._kept_bytes += len(payload)
         while len(self._kept) > 1 and (
             len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES
         ):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
-    def _encoded(self, events: list[Event]) -> bytes:
-        payload: bytes = self._encoder.encode([time.time(), events, 0])  # 0: the only rank
-        return payload
+    def _batches(self, events: list[Event], most: int) -> list[bytes]:
+        parts = (events[start : start + most] for start in range(0, len(events), most))
+        return [self._encoder.encode([time.time(), part, 0]) for part in parts]  # 0: the only rank
 
     def _answer(self, socket: "zmq.Socket[bytes]") -> None:
         """Send a client what it asks for: the batches from a number on."""
@@ -131,7 +133,11 @@ class Publisher:
         first = int.from_bytes(asked[1], "big")
         batches = [each for each in self._kept if each[0] >= first]
         if self._kept and first < self._kept[0][0]:
-            batches = [(self._kept[-1][0], self._encoded(self._told.everything()))]
+            # Everything, under numbers that were asked for.
+            last, events = self._kept[-1][0], self._told.everything()
+            most = max(MOST_EVENTS, -(-len(events) // (last + 1 - first)))
+            parts = self._batches(events, most)
+            batches = list(enumerate(parts, last + 1 - len(parts)))
         for number, payload in batches:
             socket.send_multipart([client, b"", self._topic, _frame(number), payload])
         socket.send_multipart([client, b"", b"", _frame(-1), b""])

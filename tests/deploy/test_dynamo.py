@@ -134,7 +134,7 @@ def test_the_frontend_gets_the_tokenizer_of_the_bundled_models(tmp_path):
     ours = tokenizer_from_directory(family()[0].parent)
     words = random.Random(1).choices(WORDS, k=500)
     for text in (" ".join(words), "Once,  upon\n a time: 12 €!", "naïve 🦆"):
-        tokens = ours.encode(text, bos=False)
+        tokens = ours.encode(text, bos=True)
         assert theirs.encode(text).ids == tokens
         assert theirs.decode(tokens) == text
 

@@ -327,7 +327,9 @@ def receive(subscriber, consumer, until) -> list[int]:
     return numbers
 
 
-def test_a_subscriber_is_told_everything_and_then_each_change(wire):
+@pytest.mark.parametrize("most", [500, 1])
+def test_a_subscriber_is_told_everything_and_then_each_change(wire, monkeypatch, most):
+    monkeypatch.setattr(publishing, "MOST_EVENTS", most)
     wire.fill("a", 1)
     consumer, subscriber = Consumer(), wire.subscribed()
     receive(subscriber, consumer, 1)
@@ -364,16 +366,21 @@ def test_missed_batches_show_in_the_numbers_and_are_replayed(wire):
     assert Counter(consumer.known.values()) == shareable(wire.cache)
 
 
-def test_what_is_no_longer_kept_is_replayed_as_everything(wire, monkeypatch):
+@pytest.mark.parametrize("most", [500, 2])
+def test_what_is_no_longer_kept_is_replayed_as_everything(wire, monkeypatch, most):
     monkeypatch.setattr(publishing, "KEPT_BATCHES", 2)
+    monkeypatch.setattr(publishing, "MOST_EVENTS", most)
     for index in range(6):
         wire.fill(f"a{index}", index)
-    (_, place, payload), *more = wire.request(0)
-    assert not more
-    consumer = Consumer()
-    consumer.take(payload)
-    assert Counter(consumer.known.values()) == shareable(wire.cache)
-    assert [each[1] for each in wire.request(int.from_bytes(place, "big"))] == [place]
+    for first in range(4):
+        batches = wire.request(first)
+        assert first <= int.from_bytes(batches[0][1], "big") <= 5
+        assert batches[-1][1] == number(5)
+        consumer = Consumer()
+        for _, _, payload in batches:
+            consumer.take(payload)
+        assert Counter(consumer.known.values()) == shareable(wire.cache)
+    assert [each[1] for each in wire.request(5)] == [number(5)]
     assert wire.request(1 << 40) == []
 
 
