@@ -59,6 +59,7 @@ LATE = {  # what few need, and is imported where it is: in a function of these f
     "model/tokenizers/loading.py": ("model.tokenizers.hf", "model.tokenizers.spm"),
     "server/app/described.py": ("server.translators",),
     "server/launch/build.py": ("cache.spill", "server.events", "server.launch.graphs"),
+    "server/ray/application.py": ("server.launch.build",),
     "server/launch/load_model.py": ("model.loading.random_weights",),
 }
 NO_TORCH = (  # files, and what begins so
@@ -82,8 +83,7 @@ NO_TORCH = (  # files, and what begins so
     "server/errors.py",
     "server/listen.py",
     "server/download.py",
-    "server/ray/proxy.py",
-    "server/ray/scaling.py",
+    "server/ray/",
     "server/scheduling/request.py",
     "server/scheduling/scheduler.py",
 )

@@ -51,8 +51,8 @@ def view(
 ) -> ServerView:
     """The run of one variant, whose series have `model_name`, or no such label on another server.
 
-    With None, of all models together. Leaves out counters that did not increase, and the buckets of histograms.
-    Raises ValueError for a text that is no Prometheus exposition.
+    With None, of all models together. Leaves out counters that did not increase, and the buckets of
+    histograms. Raises ValueError for a text that is no Prometheus exposition.
     """
     old, new = (_samples(text, model_name, _COUNTERS) for text in (before, after))
     grown = {name: value - old.get(name, 0.0) for name, value in new.items()}

@@ -24,7 +24,8 @@ The modules, in the order of a load test (an arrow: uses):
 
 Programs of their own, over HTTP: self_test (is the client fast enough?), overload and soak (what
 happens when more is asked than a server can?), peers with systems, peer_table, roofline and
-openvino_server (beside another server). Without a server:
+openvino_server (beside another server), replicas and behind_ray (behind a router). Without a
+server:
 
     step_cost, scaling → scaling_parts       what encodings and sizes cost a step
     gpu_check → gpu_parts, gpu_peer, gpu_table, roofline

@@ -130,14 +130,15 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
         "object-store-memory": 100 << 20,
         "temp-dir": logs,
     }
-    words = ["ray", "start", "--head", "--block", "--disable-usage-stats"]
+    program = str(Path(sys.executable).with_name("ray"))
+    words = [program, "start", "--head", "--block", "--disable-usage-stats"]
     words += [f"--{name}={value}" for name, value in flags.items()]
     os.environ |= {
         "RAY_AUTH_MODE": "disabled",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "ropewalk.server.ray.proxy:middlewares",
     }
     started = process.start("Ray", words, logs / "ray.log")
-    server = Server(process.HOST, dashboard, DIALECTS["openai"], timeout_s=30, idle_s=30)
+    server = Server(process.HOST, dashboard, DIALECTS["openai"], timeout_s=120, idle_s=120)
     try:
         began = time.monotonic()
         while True:
@@ -254,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminated_as_interrupted():
             return asyncio.run(measure(args.model, Sizes(requests=args.requests), args.out))
-    except StartFailed as error:
+    except (StartFailed, Unreachable) as error:
         print(error, file=sys.stderr)
         return 2
 

@@ -3,20 +3,25 @@
 Each replica is a process with the whole server but its socket: Ray's proxy has that.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp
 
-from ropewalk.server.cli.serve import from_program
+from ropewalk.server.cli.serve import from_program, wait_briefly
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.errors import UsageError
-from ropewalk.server.launch.build import make_application
 from ropewalk.server.ray.scaling import SEQUENCES
+from ropewalk.server.tracing import Tracing
 
-# What Ray's proxy does instead; the YAML has its http_options for that.
-_OF_THE_SOCKET = ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "drain_timeout")
+# What Ray does instead, and where its configuration says how.
+_RAYS = {
+    **dict.fromkeys(("host", "port", "uds", "ssl_certfile", "ssl_keyfile"), "http_options"),
+    "drain_timeout": "graceful_shutdown_timeout_s",
+    **dict.fromkeys(("log_level", "log_format", "access_log"), "logging_config"),
+}
 
 
 @serve.ingress()
@@ -24,7 +29,13 @@ class Replica:
     """Raises CommandError, with one sentence, when a model cannot be served."""
 
     def __init__(self, options: Mapping[str, object]) -> None:
-        self._made = make_application(configuration(options), lambda: None)
+        config = configuration(options)
+        wait_briefly(os.environ)
+        # Late: it loads torch, which reads that variable, and which no other process of Ray needs.
+        from ropewalk.server.launch.build import make_application
+
+        traces = None if config.otlp_endpoint is None else Tracing(config.otlp_endpoint)
+        self._made = make_application(config, lambda: None, traces)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._made.app
@@ -53,11 +64,10 @@ def application(options: dict[str, Any]) -> serve.Application:
 
 def configuration(options: Mapping[str, object]) -> ServerConfig:
     """The configuration of a replica: that of `ropewalk serve`, whose variables do not count."""
-    for name in _OF_THE_SOCKET:
-        if name in options:
-            raise UsageError(
-                f"{name} is not an option of a replica, since Ray's proxy has the socket; set "
-                "http_options or graceful_shutdown_timeout_s of the YAML file instead"
-            )
+    for name in options.keys() & _RAYS.keys():
+        raise UsageError(
+            f"{name} is not an option of a replica, since Ray has its own; set {_RAYS[name]} of "
+            "the YAML file instead"
+        )
     # The proxy decides who reaches a replica, so its own address says nothing of hosts.
     return server_config(from_program({**options, "host": "0.0.0.0"}))

@@ -8,13 +8,21 @@ import hashlib
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from pydantic_core import from_json
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ropewalk.server.errors import NotReady, ReceiveTimeout, ServeError
+from ropewalk.server.errors import (
+    DeadlineExceeded,
+    NotReady,
+    QueueFull,
+    ReceiveTimeout,
+    ServeError,
+)
 
 # The header from which Ray's consistent-hash router takes its key.
 SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower().encode()
@@ -73,22 +81,24 @@ def session(body: bytes) -> str | None:
     """A name for how a body's prompt begins, from the body's first bytes; None if there is none.
 
     Of a conversation: all before its first user message, and the beginning of that. So it is the
-    same in every turn, and different users of one system prompt are spread.
+    same in every turn, and different users of one system prompt are spread. A `prompt_cache_key`
+    stands for all of it, as for OpenAI.
     """
-    try:
+    with suppress(ValueError):  # not JSON, or a number too long to write: the replica refuses it
         fields = from_json(body.decode(errors="ignore"), allow_partial="trailing-strings")
-    except ValueError:  # which the replica tells the client
-        return None
-    if not isinstance(fields, dict):
-        return None
-    begins = [fields.get(name) for name in ("model", "system", "instructions")]
+        if isinstance(fields, dict) and (begins := _beginnings(fields)):
+            return hashlib.blake2b(json.dumps(begins).encode(), digest_size=12).hexdigest()
+    return None
+
+
+def _beginnings(fields: Mapping[str, Any]) -> list[Any]:
+    model, key = fields.get("model"), fields.get("prompt_cache_key")
+    if key:
+        return [model, key]
     for said in (fields.get(name) for name in ("messages", "input", "prompt")):
         if said:
-            begins += _beginning(said)
-            break
-    else:
-        return None
-    return hashlib.blake2b(json.dumps(begins).encode(), digest_size=12).hexdigest()
+            return [model, fields.get("system"), fields.get("instructions"), *_beginning(said)]
+    return []
 
 
 def _beginning(said: Any) -> list[Any]:
@@ -108,7 +118,10 @@ def _beginning(said: Any) -> list[Any]:
 
 
 class Finished:
-    """Answers where a replica has died and Ray would only close the connection."""
+    """Ends with an error what a lost replica leaves, and says Ray's own refusals as the API does.
+
+    Ray would close the connection, and answer in plain text.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -117,35 +130,57 @@ class Finished:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began: Message | None = None
-        over = False  # all is sent, or nobody listens
+        error: ServeError | None = NotReady(
+            "the replica that had this request has ended; send it again"
+        )
 
         async def watched() -> Message:
-            nonlocal over
+            nonlocal error
             message = await receive()
-            over = over or message["type"] == "http.disconnect"
+            if message["type"] == "http.disconnect":
+                error = None
             return message
 
         async def noted(message: Message) -> None:
-            nonlocal began, over
+            nonlocal began, error
             if message["type"] == "http.response.start":
-                began = message
-            else:
-                over = over or not message.get("more_body", False)
+                if refusal := _refusal(message):
+                    error = refusal
+                    return
+                # Ray adds the request's id once more.
+                told_once = [*dict.fromkeys(map(tuple, message["headers"]))]
+                began = {**message, "headers": told_once}
+                return await send(began)
+            if began is None:
+                return  # the text of a refusal
+            if not message.get("more_body", False):
+                error = None
             await send(message)
 
         await self._app(scope, watched, noted)
-        if over:
+        if error is None:
             return
-        error, path = (
-            NotReady("the replica that had this request is gone; send it again"),
-            scope["path"],
-        )
         if began is None:
-            await _refuse(error, path, send)
-        elif (b"content-type", b"text/event-stream; charset=utf-8") in began["headers"]:
-            kind = b"event: error\n" if path.startswith("/v1/messages") else b""
-            frame = kind + b"data: " + error.body(path) + b"\n\n"
+            return await _refuse(error, scope["path"], send)
+        if (b"content-type", b"text/event-stream; charset=utf-8") in began["headers"]:
+            kind = b"event: error\n" if scope["path"].startswith("/v1/messages") else b""
+            frame = kind + b"data: " + error.body(scope["path"]) + b"\n\n"
             await send({"type": "http.response.body", "body": frame})
+
+
+def _refusal(start: Message) -> ServeError | None:
+    """Of Ray, whose own answers are plain text; a replica's errors are not."""
+    headers = dict(start["headers"])
+    if not headers.get(b"content-type", b"").startswith(b"text/plain"):
+        return None
+    if start["status"] == 429:
+        seconds = int(headers.get(b"retry-after", b"1"))
+        return QueueFull("all replicas are busy; send the request later", retry_after=seconds)
+    if start["status"] == 503:
+        return NotReady("no replica takes requests; send this one later")
+    if start["status"] == 408:
+        return DeadlineExceeded("the request took longer than Ray waits; ask for less at once")
+    return None
 
 
 async def _refuse(error: ServeError, path: str, send: Send) -> None:

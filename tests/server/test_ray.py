@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from ropewalk.server.ray.scaling import BySequences
 SYSTEM, HI = {"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}
 MORE = [{"role": "assistant", "content": "yes?"}, {"role": "user", "content": "why?"}]
 LONG = "long " * BEGINNING
+DIGITS, DEEP = b'{"prompt":[%s]}' % (b"9" * 9000), b'{"prompt":' + b"[" * 9000
 
 
 def named(**fields) -> str | None:
@@ -31,6 +33,8 @@ def named(**fields) -> str | None:
         ({"prompt": f"{LONG} why?"}, {"prompt": f"{LONG} how?"}, True),
         ({"prompt": f"why? {LONG}"}, {"prompt": f"how? {LONG}"}, False),
         ({"prompt": [*range(BEGINNING), 1]}, {"prompt": [*range(BEGINNING), 2]}, True),
+        ({"prompt": "a", "prompt_cache_key": "k"}, {"prompt": "b", "prompt_cache_key": "k"}, True),
+        ({"prompt": "a", "prompt_cache_key": "k"}, {"prompt": "a", "prompt_cache_key": "l"}, False),
         ({"prompt": [1, 2]}, {"prompt": [2, 1]}, False),
         ({"prompt": [[1, 2], [3]]}, {"prompt": [[1, 2], [4]]}, False),
     ],
@@ -45,7 +49,9 @@ def test_a_long_body_is_named_by_its_beginning():
     assert {session(whole[:cut]) for cut in range(4000, 4010)} == {session(whole)}
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{}", b"no JSON", b'{"messages":[]}', b"\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"[1]", b"{}", b"no JSON", b'{"messages":[]}', b"\xff", DIGITS, DEEP]
+)
 def test_a_body_without_a_prompt_has_no_session(body):
     assert session(body) is None
 
@@ -144,6 +150,30 @@ def test_what_a_lost_replica_leaves_ends_with_an_error(answers, path, added):
         assert have == want if isinstance(want, int) else want in have
 
 
+@pytest.mark.parametrize(
+    ("status", "told", "code"),
+    [(429, 429, "queue_full"), (503, 503, "not_ready"), (408, 504, "deadline_exceeded")],
+)
+def test_ray_s_own_refusals_are_told_as_the_api_tells_them(status, told, code):
+    async def app(scope, receive, send):
+        head = [(b"content-type", b"text/plain"), (b"retry-after", b"7")]
+        await send({"type": "http.response.start", "status": status, "headers": head})
+        await send(chunk(b"Request dropped due to backpressure", False))
+
+    (begun, body), _ = asked(app, [], wrapped=Finished)
+    assert (begun["status"], json.loads(body["body"])["error"]["code"]) == (told, code)
+    assert dict(begun["headers"]).get(b"retry-after") == {429: b"7", 503: b"5"}.get(told)
+
+
+def test_an_id_that_is_there_twice_is_told_once():
+    async def app(scope, receive, send):
+        await send(start(EVENTS) | {"headers": [(b"x-request-id", b"a"), [b"x-request-id", b"a"]]})
+        await send(chunk(b"", False))
+
+    sent, _ = asked(app, [], wrapped=Finished)
+    assert sent[0]["headers"] == [(b"x-request-id", b"a")]
+
+
 def test_nobody_is_told_who_has_left():
     async def app(scope, receive, send):
         await send(STREAM[0])
@@ -174,3 +204,23 @@ def test_a_replica_takes_the_options_of_serve_but_not_those_of_its_socket():
         application({"port": 9000})
     with pytest.raises(UsageError, match="not an option of ropewalk serve"):
         application({"kv_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("alive", "failure", "unsound", "why"),
+    [
+        (True, None, None, None),
+        (False, "The engine failed.", None, "The engine failed."),
+        (False, None, None, "not making progress"),
+        (True, None, "4 cached blocks changed", "4 cached blocks changed"),
+    ],
+)
+def test_ray_learns_whether_a_replica_is_well_and_what_it_has_to_do(alive, failure, unsound, why):
+    pytest.importorskip("ray.serve")
+    from ropewalk.server.ray.application import Replica
+
+    engine = SimpleNamespace(alive=alive, failure=failure, unsound=unsound, active=lambda: 5)
+    replica = SimpleNamespace(_made=SimpleNamespace(engine=engine))
+    assert asyncio.run(Replica.record_autoscaling_stats(replica)) == {"sequences": 5}
+    with pytest.raises(RuntimeError, match=why) if why else nullcontext():
+        asyncio.run(Replica.check_health(replica))
