@@ -1,10 +1,10 @@
 """Two workers behind vllm-router and behind NVIDIA Dynamo, beside one server with as much cache.
 
-    python -m ropewalk.load_tests.run.behind_routers --python VENV/bin/python
+    scripts/routers-check
 
 Sends the load of replicas.py to each, and again while a worker is killed, drained or restarted.
-VENV has vllm-router, ai-dynamo and what they and Ropewalk need; see docs/scaling.md. What was
-measured is kept in the folder of --out, so a run that was stopped goes on.
+What was measured is kept in the folder of --out, so a run that was stopped goes on. docs/scaling.md
+says what it means.
 """
 
 import argparse
@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--python", default=sys.executable, help="that has the routers, too")
+    parser.add_argument("--python", default=sys.executable, help="that has the routers and Ropewalk")
     parser.add_argument("--model", default="ropewalk-rope", help="a bundled one")
     parser.add_argument("--requests", type=int, default=Sizes().requests)
     parser.add_argument("--out", type=Path, default=Path("build/routers"))
