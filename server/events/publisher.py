@@ -26,7 +26,7 @@ log = getLogger(__name__)
 
 KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20  # for replay
 MOST_EVENTS = 500  # of a batch: routers bound what they take
-PAUSE_S = 0.02  # between batches, so that the changes of some steps are one of them
+PAUSE_S = 0.05  # between batches, so that the changes of some steps are one of them
 CLOSING_SECONDS = 1.0
 
 
