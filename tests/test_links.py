@@ -27,7 +27,8 @@ ADDED = {"model/encodings/kerple.py", "model/architectures/starcoder2.py", "mode
 # Flags of other programs: containers, conversions to other formats, kubectl.
 FOREIGN = {
     *("--allow-requantize", "--build", "--file", "--filename", "--gpus", "--group-size"),
-    "--kv-event-block-size",
+    *("--kv-event-block-size", "--no-router-track-active-blocks"),
+    *("--router-kv-overlap-score-credit", "--router-predicted-ttl-secs"),
     *("--outfile", "--outtype", "--ratio", "--rm", "--target", "--task", "--tasks"),
     "--weight-format",
 }
