@@ -139,6 +139,9 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_text("port=77")  # a file of settings, and an API key
         text = str(file)
+    if option.type.name == "folder":
+        (tmp_path / "a.gguf").touch()
+        text = str(tmp_path)
     if option.name == "ssl_keyfile":
         base = {"ROPEWALK_SSL_CERTFILE": text}
     if option.name in ("kv_events_replay", "kv_events_topic"):
@@ -217,7 +220,7 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["a=x", "a=y"], {}, "two models are called 'a'"),
         (["--kv-events", "5557"], {}, "'5557' is not a ZeroMQ address"),
         (["--kv-events-topic", "t"], {}, "publish them with --kv-events"),
-        (["a=x", "b=y", "--kv-events", "tcp://*:1"], {}, "of one model, but 2 are served"),
+        (["a=x", "b=y", "--kv-events", "tcp://*:1"], {}, "of one model, but others are served"),
         (["--kv-events", "tcp://*:1", "--no-prefix-sharing"], {}, "leave one of the two out"),
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
         ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS: it lists no value; leave it out or"),

@@ -163,7 +163,7 @@ class Walk:
             return False
         length = self.random.randint(1, self.cache.computed(name))
         child = f"s{self.done.total()}"
-        if self.cache.fork(name, child, length) is None:
+        if self.cache.rearranger.fork(name, child, length) is None:
             return False
         self.tokens[child] = self.tokens[name][:length]
 
@@ -171,7 +171,7 @@ class Walk:
         if (name := self.pick()) is None or not self.cache.computed(name):
             return False
         length = self.random.randint(1, self.cache.computed(name))
-        if self.cache.truncate(name, length) is None:
+        if self.cache.rearranger.truncate(name, length) is None:
             return False
         self.tokens[name] = self.tokens[name][:length]
 
@@ -182,7 +182,7 @@ class Walk:
             return False
         first, count = self.random.randrange(full - 1), 1
         choices = {"renumber": self.random.random() < 0.5, "rewrite": self.random.random() < 0.5}
-        if self.cache.evict(name, first, count, **choices) is None:
+        if self.cache.rearranger.evict(name, first, count, **choices) is None:
             return False
         del self.tokens[name][first * SIZE : (first + count) * SIZE]
 
@@ -191,12 +191,15 @@ class Walk:
         if None in (source, target) or source == target or not self.cache.computed(source) // SIZE:
             return False
         whole = self.cache.computed(target) // SIZE * SIZE
-        if not whole or self.cache.truncate(target, whole) is None:
+        if not whole or self.cache.rearranger.truncate(target, whole) is None:
             return False
         self.tokens[target] = self.tokens[target][:whole]
         if self.cache.table(source).blocks[0] in self.cache.table(target).blocks:
             return False
-        if self.cache.move(source, 0, 1, target, rewrite=self.random.random() < 0.5) is None:
+        if (
+            self.cache.rearranger.move(source, 0, 1, target, rewrite=self.random.random() < 0.5)
+            is None
+        ):
             return False
         self.tokens[target] += self.tokens[source][:SIZE]
 
