@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ropewalk.cache.block_pool import BlockPool, Blocks, Held
 from ropewalk.cache.keeper import Keeper, Place, SpillCounts
-from ropewalk.cache.prefix import Digest, Kept, PrefixIndex, sound
+from ropewalk.cache.prefix import Digest, Kept, Observer, PrefixIndex, sound
 from ropewalk.cache.rearranging import Rearranger
 from ropewalk.cache.types import BlockEvent, InvariantError
 
@@ -48,6 +48,7 @@ class CacheManager:
 
     `digest` replaces the prefix index's default hash, which uses a random key. `place`: where what
     is kept goes before its block is overwritten; without one, parking is the same as releasing.
+    `observer` is told which prefixes can be shared.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class CacheManager:
         prefix_sharing: bool = True,
         digest: Digest | None = None,
         place: Place | None = None,
+        observer: Observer | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"a block of {block_size} tokens holds nothing; use 1 or more")
@@ -65,7 +67,7 @@ class CacheManager:
         self.block_size = block_size
         self._sharing = prefix_sharing
         self._pool = BlockPool(num_blocks)
-        self._index = PrefixIndex(block_size, digest)
+        self._index = PrefixIndex(block_size, digest, observer)
         self._keeper = Keeper(self._index, place)
         self._keeps = place is not None
         self._blocks = Blocks(self._pool, self._keeper)

@@ -8,6 +8,7 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from ropewalk.cache.types import InvariantError
 
@@ -71,14 +72,29 @@ def keyed_digest(key: bytes) -> Digest:
     return digest
 
 
+class Observer(Protocol):
+    """Is told what the index finds, on the thread that changes it, so it must not take long."""
+
+    def stored(self, entry: Entry) -> None:
+        """It is published from now on, as its parent is."""
+        ...
+
+    def removed(self, entries: Sequence[Entry]) -> None:
+        """They are withdrawn, parents before children."""
+        ...
+
+
 class PrefixIndex:
     """Published blocks by digest and by id. Every entry's ancestors are published too.
 
     An entry whose content is only in a second place has no block, and is found all the same.
     """
 
-    def __init__(self, block_size: int, digest: Digest | None = None) -> None:
+    def __init__(
+        self, block_size: int, digest: Digest | None = None, observer: Observer | None = None
+    ) -> None:
         self._block_size = block_size
+        self._observer = observer
         self._digest = digest or keyed_digest(secrets.token_bytes(32))
         self._by_digest: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}  # those in the cache
@@ -144,6 +160,8 @@ class PrefixIndex:
         self._by_digest[digest] = self._by_block[block] = entry
         if parent is not None:
             parent.children.add(entry)
+        if self._observer is not None:
+            self._observer.stored(entry)
         return entry
 
     def drop(self, block: int) -> list[Entry]:
@@ -164,6 +182,8 @@ class PrefixIndex:
             each.children = set()
             del self._by_digest[each.digest]
             self._by_block.pop(each.block, None)
+        if self._observer is not None:
+            self._observer.removed(doomed)
         return doomed
 
     def check(self) -> None:

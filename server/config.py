@@ -93,6 +93,15 @@ class HttpOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class EventOptions:
+    """Where KV events are published: ZeroMQ addresses."""
+
+    endpoint: str
+    replay: str | None
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """All settings of `ropewalk serve`."""
 
@@ -105,6 +114,7 @@ class ServerConfig:
     cache: CacheOptions
     limits: LimitOptions
     http: HttpOptions
+    events: EventOptions | None  # None: there are none
     host: str  # to listen on
     port: int  # 0: any free one
     uds: Path | None  # a Unix socket, instead of host and port
@@ -216,6 +226,12 @@ def web_origin(value: str) -> str:
     raise ValueError(f"{value!r} is not an origin; write for example https://chat.example, or *")
 
 
+def zmq_address(value: str) -> str:
+    if re.fullmatch(r"tcp://[^/?#\s]+:[0-9]{1,5}|(ipc|inproc)://\S+", value):
+        return value
+    raise ValueError(f"{value!r} is not a ZeroMQ address; write for example tcp://*:5557")
+
+
 def http_url(value: str) -> str:
     if re.fullmatch(r"https?://[^?#\s]+", value):
         return value
@@ -259,6 +275,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             request_timeout_s=values["request_timeout"],
             root_path=values["root_path"],
         ),
+        events=_events(values),
         host=values["host"],
         port=values["port"],
         uds=values["uds"],
@@ -272,6 +289,19 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
     )
     _check(config)
     return config
+
+
+def _events(values: Mapping[str, Any]) -> EventOptions | None:
+    endpoint, replay = values["kv_events"], values["kv_events_replay"]
+    topic = values["kv_events_topic"]
+    if endpoint is not None:
+        return EventOptions(endpoint, replay, topic)
+    if replay is not None or topic:
+        raise UsageError(
+            "--kv-events-replay and --kv-events-topic belong to KV events; publish them with "
+            "--kv-events"
+        )
+    return None
 
 
 def _members(source: ModelSource) -> list[ModelSource]:
@@ -319,6 +349,16 @@ def _check(config: ServerConfig) -> None:
     if config.ssl_keyfile is not None and config.ssl_certfile is None:
         raise UsageError(
             "--ssl-keyfile is the key of a certificate; name the certificate with --ssl-certfile"
+        )
+    if config.events is not None and (len(names) > 1 or config.come_and_go):
+        raise UsageError(
+            "--kv-events are those of one model, but others are served, too; start a server for "
+            "each"
+        )
+    if config.events is not None and not config.cache.prefix_sharing:
+        raise UsageError(
+            "--kv-events tell of shared prefixes, of which there are none with "
+            "--no-prefix-sharing; leave one of the two out"
         )
     limits = config.limits
     if limits.max_step_tokens < limits.max_seqs:

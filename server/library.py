@@ -201,6 +201,7 @@ class _Open:
 
     def close(self) -> None:
         self.wait(self.engine.stop())
+        self.loaded.close()
         self.wait(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

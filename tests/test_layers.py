@@ -35,6 +35,7 @@ ALLOWED = {  # what a package may import besides itself
 }
 IN_PROCESS = (  # load tests in one process with what they measure, which they may import
     "load_tests/micro/engines.py",
+    "load_tests/micro/events_cost.py",
     "load_tests/gpu/check.py",
     "load_tests/gpu/parts.py",
     "load_tests/gpu/peer.py",
@@ -58,7 +59,9 @@ LATE = {  # what few need, and is imported where it is: in a function of these f
     "model/tokenizers/loading.py": ("model.tokenizers.hf", "model.tokenizers.spm"),
     "server/app/operations.py": ("server.app.described",),
     "server/openai/requests.py": ("server.tools.grammars",),
-    "server/launch/build.py": ("cache.spill", "server.launch.graphs", "server.launch.registry"),
+    "server/launch/build.py": (
+        *("cache.spill", "server.events", "server.launch.graphs", "server.launch.registry"),
+    ),
     "server/launch/load_model.py": ("model.loading.random_weights",),
     "server/ray/application.py": ("server.launch.build",),
 }

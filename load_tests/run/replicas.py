@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ropewalk.load_tests.client.client import (
@@ -119,6 +120,7 @@ async def send_all(
     sizes: Sizes,
     metrics: Sequence[Server] = (),
     tell: Callable[[int], object] = lambda done: None,
+    fields: Mapping[str, object] = MappingProxyType({}),
 ) -> Sent:
     """Send every request of `sizes`; `tell` gets the number of those that have ended."""
     requests = requests_of(sizes)
@@ -129,7 +131,7 @@ async def send_all(
 
     async def work() -> None:
         for number, request in queue:
-            found[number] = await _ask(server, request, began)
+            found[number] = await _ask(server, request, began, fields)
             tell(len(found))
 
     async with asyncio.TaskGroup() as group:
@@ -261,8 +263,10 @@ class _Stream(Exchange):
         return super().verdict() or (None if self._done else "the stream ended without [DONE]")
 
 
-async def _ask(server: Server, request: Request, began: float) -> Answer:
-    body = completion_body(server, request)
+async def _ask(
+    server: Server, request: Request, began: float, fields: Mapping[str, object]
+) -> Answer:
+    body = {**completion_body(server, request), **fields}
     body["stream_options"] = {"include_usage": True}
     stream = _Stream(encode_request(server, "POST", "/v1/completions", body), server.idle_s)
     sent = time.perf_counter()

@@ -47,6 +47,7 @@ from ropewalk.server.config import (
     root_path,
     server_config,
     web_origin,
+    zmq_address,
 )
 from ropewalk.server.errors import UsageError
 from ropewalk.server.terminal import configure_logs
@@ -66,8 +67,8 @@ Examples:
   ropewalk serve --ssl-certfile chain.pem --ssl-keyfile key.pem
 """
 
-_model, _cache, _limits, _http = (
-    partial(Setting, section) for section in ("Model", "Cache", "Limits", "HTTP")
+_model, _cache, _events, _limits, _http = (
+    partial(Setting, section) for section in ("Model", "Cache", "KV events", "Limits", "HTTP")
 )
 
 
@@ -233,6 +234,28 @@ SETTINGS: tuple[Variable, ...] = (
         "changed blocks that are tolerated; with more, /health/ready answers 503",
         count(0, 1 << 20),
         3,
+    ),
+    _events(
+        "--kv-events",
+        "ZeroMQ address at which KV events are published, as vLLM does, for routers that send a "
+        "prompt to where its beginning is cached: tcp://*:5557, or tcp://127.0.0.1:5557 for this "
+        "machine only; an address of another machine is called instead. They contain the token "
+        "ids of prompts and answers. One model only; needs the extra events",
+        Value(zmq_address, "address"),
+        shown="none, no events",
+    ),
+    _events(
+        "--kv-events-replay",
+        "ZeroMQ address at which a router asks for events that it missed",
+        Value(zmq_address, "address"),
+        shown="none",
+    ),
+    _events(
+        "--kv-events-topic",
+        "topic of the events: llm-d expects kv@ADDRESS@MODEL",
+        Value(str, "topic"),
+        "",
+        "empty",
     ),
     _limits("--max-seqs", "most sequences computed in one step", count(1, 4096), 64),
     _limits(

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import time
 from collections.abc import Collection, Iterable, MutableMapping
 from contextlib import ExitStack
@@ -359,14 +360,18 @@ class Auth:
         self._app = app
         self._keys = keys
         self._shared = shared_prefixes
+        self._secret = secrets.token_bytes(16)  # so that what tells of salts tells of no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             client, state = self._keys.client(scope), state_of(scope)
             state["client"] = client
-            state["salt"] = "" if self._shared else client
+            state["salt"] = "" if self._shared else self._salt(client)
         return await self._app(scope, receive, send)
+
+    def _salt(self, client: str) -> str:
+        return hashlib.blake2b(client.encode(), key=self._secret, digest_size=16).hexdigest()
 
 
 class BodyLimit:

@@ -6,9 +6,11 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +33,7 @@ from ropewalk.server import hardware, listen
 from ropewalk.server.app.app import Application, create_app
 from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.app.operations import Loader
-from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
+from ropewalk.server.config import EventOptions, ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine
@@ -52,6 +54,9 @@ from ropewalk.server.terminal import discard_output
 from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
 from ropewalk.server.versions import installed
 
+if TYPE_CHECKING:
+    from ropewalk.server.events.publisher import Publisher
+
 log = getLogger(__name__)
 
 ENGINE_FAILED = 70  # exit status, at which a supervisor should start a fresh process
@@ -70,6 +75,22 @@ class Loaded:
     place: Place
     planner: CachePlanner
     defect: str | None  # why it should not answer although it computes
+    publisher: "Publisher | None" = None  # of what its cache holds
+
+    def close(self) -> None:
+        """The engine has stopped, so nothing more is to be told of its cache."""
+        if self.publisher is not None:
+            self.publisher.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """All that serves but the socket. The application's lifespan starts and stops the engine."""
+
+    app: Application
+    engine: AsyncEngine
+    facts: Sequence[ModelFacts]
+    close: Sequence[Callable[[], None]]  # to be called once the engine has stopped
 
 
 def run(
@@ -92,7 +113,8 @@ def run(
         if server is not None:
             server.should_exit = True
 
-    app, engine, facts = application(config, metrics, stop, traces)
+    built = application(config, metrics, stop, traces)
+    app, engine = built.app, built.engine
     port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,
@@ -105,10 +127,12 @@ def run(
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
     url = listen.local_url(config.host, port, tls=tls is not None)
-    announce = partial(_announce, config, facts, url)
+    announce = partial(_announce, config, built.facts, url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
+    for close in built.close:
+        close()
     return ENGINE_FAILED if engine.failure else 0
 
 
@@ -117,10 +141,10 @@ def application(
     metrics: Metrics,
     on_failure: Callable[[], None],
     traces: Traces | None = None,
-) -> tuple[Application, AsyncEngine, list[ModelFacts]]:
-    """Over the models that are loaded at the start, whose facts are returned too.
+) -> Built:
+    """Over the models that are loaded at the start. Raises CommandError, with one sentence.
 
-    Raises CommandError.
+    on_failure: called, on any thread, when the engine fails. traces: where requests are told of.
     """
     for source in config.others:  # whoever starts the server is told of a wrong path
         require(source)
@@ -130,7 +154,9 @@ def application(
     place = loaded[0].place if loaded else _any_place(config.loading)
     models, loader = _models(config, loaded, engine, metrics, planners)
     app = create_app(models, engine, metrics, config.http, place, planners, traces, loader)
-    return app, engine, [model.facts for model in loaded]
+    # No model is held here, since it may be unloaded.
+    close = [model.publisher.close for model in loaded if model.publisher is not None]
+    return Built(app, engine, [model.facts for model in loaded], close)
 
 
 def _models(
@@ -199,15 +225,33 @@ def load_models(
     """
     device = hardware.pick_device(config.loading.device)
     kernels = find_kernels(device)
-    prepared = [
-        _prepared(config.loading, source, device, kernels, check) for source in config.models
-    ]
-    hardware.return_freed_memory()
-    # Only now is it known how much memory the weights of all models leave.
-    free = hardware.free_memory(device) // (config.max_models - others)
-    loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
+    with ExitStack() as on_failure:
+        publisher = None  # opened first, as its addresses may be taken
+        if config.events is not None:
+            publisher = _publisher(config.events, config.cache.block_size)
+            on_failure.callback(publisher.close)
+        prepared = [
+            _prepared(config.loading, source, device, kernels, check) for source in config.models
+        ]
+        hardware.return_freed_memory()
+        # Only now is it known how much memory the weights of all models leave.
+        free = hardware.free_memory(device) // (config.max_models - others)
+        complete = partial(_complete, config, device, free, metrics, kernels, publisher)
+        loaded = [complete(model) for model in prepared]
+        on_failure.pop_all()
     end_idle_threads()  # from here on only the engine's thread computes
     return loaded
+
+
+def _publisher(options: EventOptions, block_size: int) -> "Publisher":
+    try:
+        from ropewalk.server.events.publisher import Publisher
+    except ImportError:
+        raise CommandError(
+            "--kv-events needs packages that are not installed; install them with: "
+            'pip install "ropewalk[events]"'
+        ) from None
+    return Publisher(options.endpoint, block_size, replay=options.replay, topic=options.topic)
 
 
 def _any_place(loading: ModelOptions) -> Place:
@@ -239,11 +283,12 @@ def _prepared(
 
 def _complete(
     config: ServerConfig,
-    model: Prepared,
     device: torch.device,
     free_memory: int,
     metrics: Metrics,
     kernels: Kernels | str,
+    publisher: "Publisher | None",
+    model: Prepared,
 ) -> Loaded:
     """Give the model its share of the memory and an engine."""
     shape, name, block_size = model.checkpoint.config, model.name, config.cache.block_size
@@ -269,7 +314,10 @@ def _complete(
     ledger = ledger_of(kv, kernels, audit)
     slots = hardware.num_slots(config.cache.kv_spill, kv, sharers)
     place = _place(kv, slots, ledger) if slots else None
-    manager = CacheManager(blocks, block_size, prefix_sharing=sharing, place=place)
+    observer = None if publisher is None else publisher.changes
+    manager = CacheManager(
+        blocks, block_size, prefix_sharing=sharing, place=place, observer=observer
+    )
     context = _fitting(model.context, _longest(manager, sides, name), name)
     if context < model.context:
         _require_same_frequencies(model, context, device)
@@ -335,7 +383,7 @@ def _complete(
         speed=speed,
     )
     served = _served(name, model.aliases, model.checkpoint, facts, limits)
-    return Loaded(served, made.engine, facts, model.place, planner, defect)
+    return Loaded(served, made.engine, facts, model.place, planner, defect, publisher)
 
 
 def _choose_forward(model: Prepared, kv: KVCache, limits: Limits, plain: Forward) -> Forward:

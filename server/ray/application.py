@@ -38,7 +38,8 @@ class Replica:
 
         traces = None if config.otlp_endpoint is None else Tracing(config.otlp_endpoint)
         metrics = Metrics(ALIASES[config.metrics_compat])
-        self._app, self._engine, _ = build.application(config, metrics, lambda: None, traces)
+        built = build.application(config, metrics, lambda: None, traces)
+        self._app, self._engine = built.app, built.engine
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app

@@ -25,6 +25,7 @@ from ropewalk.server.cli.options import (
 from ropewalk.server.cli.serve import serve
 from ropewalk.server.config import (
     LOOPBACK_NAMES,
+    EventOptions,
     HttpOptions,
     ModelSource,
     ServerConfig,
@@ -103,6 +104,10 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
     assert (given.uds, given.ssl_certfile, given.ssl_keyfile) == (Path("/run/s"), file, file)
     assert (given.log_level, given.log_format) == ("debug", "json")
     assert given.metrics_compat == "vllm"
+    addresses = ("--kv-events", "tcp://*:1", "--kv-events-replay", "ipc://r")
+    assert config(*addresses, "--kv-events-topic", "t").events == EventOptions(
+        "tcp://*:1", "ipc://r", "t"
+    )
 
 
 @pytest.mark.parametrize("option", settings_of(serve), ids=lambda option: option.name)
@@ -121,6 +126,8 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         "api_key": "secret",
         "allowed_origin": "http://localhost:3000",
         "otlp_endpoint": "http://localhost:4318",
+        "kv_events": "tcp://*:77",
+        "kv_events_replay": "ipc://77",
         "log_level": "error",
         "log_format": "json",
         "metrics_compat": "vllm",
@@ -137,6 +144,8 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         text = str(tmp_path)
     if option.name == "ssl_keyfile":
         base = {"ROPEWALK_SSL_CERTFILE": text}
+    if option.name in ("kv_events_replay", "kv_events_topic"):
+        base = {"ROPEWALK_KV_EVENTS": "tcp://*:5557"}
     if option.secondary_opts:
         text = "off" if option.default else "on"
         flags = [*(option.secondary_opts if option.default else option.opts)]
@@ -209,6 +218,10 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["--max-seqs", "0"], {}, "--max-seqs: 0 is outside 1 to 4096"),
         (["--max-step-tokens", "8"], {}, "--max-step-tokens 8 is less than --max-seqs 64"),
         (["a=x", "a=y"], {}, "two models are called 'a'"),
+        (["--kv-events", "5557"], {}, "'5557' is not a ZeroMQ address"),
+        (["--kv-events-topic", "t"], {}, "publish them with --kv-events"),
+        (["a=x", "b=y", "--kv-events", "tcp://*:1"], {}, "of one model, but others are served"),
+        (["--kv-events", "tcp://*:1", "--no-prefix-sharing"], {}, "leave one of the two out"),
         ([], {"ROPEWALK_PREFIX_SHARING": "maybe"}, "'maybe' is neither on nor off"),
         ([], {"ROPEWALK_API_KEYS": ","}, "ROPEWALK_API_KEYS: it lists no value; leave it out or"),
         ([], {"ROPEWALK_MODELS": " , "}, "ROPEWALK_MODELS: it lists no value"),

@@ -72,7 +72,7 @@ class Client(httpx.Client):
 def serving(folder, *flags, drain_seconds=5.0, named=("first",)):
     models = [f"{name}={folder / name}" for name in named]
     flags = ("--models-dir", str(folder / "more"), "--kv-memory", "2M", *flags)
-    app, *_ = build.application(configured(*models, *flags), Metrics(), lambda: None)
+    app = build.application(configured(*models, *flags), Metrics(), lambda: None).app
     with (
         running(app, drain_seconds=drain_seconds) as (url, server),
         Client(url, app, server) as client,
@@ -196,7 +196,7 @@ def test_models_come_and_go_by_name(folder):
 
 def test_without_the_options_nobody_loads_or_unloads(folder):
     config = configured(f"first={folder / 'first'}", "--kv-memory", "2M")
-    app, *_ = build.application(config, Metrics(), lambda: None)
+    app = build.application(config, Metrics(), lambda: None).app
     with running(app) as (url, server), Client(url, app, server) as client:
         for path in ("/v1/models/unload", "/models/unload"):
             assert client.post(path, json={"model": "first"}).status_code in (404, 405)

@@ -1,0 +1,132 @@
+"""What publishing KV events costs a step that decodes, beside an engine that publishes none.
+
+python -m ropewalk.load_tests.micro.events_cost [MODEL] [--rounds N] [--batch N]
+
+Two engines of one model compute a few steps each by turns, and a subscriber in a process of its own
+gets the events. Counted is the processor time of the whole process, so also that of the thread that
+publishes and of ZeroMQ's; with one thread that computes, other programs change it least. On a busy
+machine the processor time of these threads alone says more.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from threading import enumerate as enumerate_threads
+
+import torch
+
+from ropewalk.model.sampling import SamplingParams
+from ropewalk.report.statistics import median_of
+from ropewalk.server.cli.serve import from_program
+from ropewalk.server.config import server_config
+from ropewalk.server.engine.engine import Engine
+from ropewalk.server.launch.build import Loaded, load_models
+from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.scheduling.request import Request
+
+STEPS = 64  # of each engine in a round: four blocks of each request are filled
+_SUBSCRIBER = """
+import sys, zmq
+socket = zmq.Context().socket(zmq.SUB)
+socket.subscribe(b"")
+socket.connect(sys.argv[1])
+while True:
+    socket.recv_multipart()
+"""
+
+
+def loaded(model: str, **options: object) -> Loaded:
+    config = server_config(from_program({"models": [model], "kv_memory": "256M", **options}))
+    (one,) = load_models(config, Metrics())
+    return one
+
+
+def submitted(engine: Engine, batch: int, length: int) -> list[Request]:
+    """Prompts of different lengths, so that their blocks are not filled at once."""
+    params = SamplingParams(max_tokens=length, temperature=0.0)
+    requests = []
+    for number in range(batch):
+        prompt = random.Random(number).choices(range(100, 4000), k=20 + number % 16)
+        request = Request(
+            str(number), prompt, len(prompt), params, 0.0, random.Random(0), salt=str(number)
+        )
+        engine.submit(request)
+        requests.append(request)
+    return requests
+
+
+def seconds(engine: Engine) -> float:
+    """Processor time of a step, in the mean of STEPS."""
+    began = time.process_time()
+    for _ in range(STEPS):
+        engine.step()
+    time.sleep(0.05)  # for what is still to be published
+    return (time.process_time() - began) / STEPS
+
+
+def published_s() -> float:
+    """Processor time so far of the thread that publishes and of ZeroMQ's."""
+    spent = 0
+    for task in Path("/proc/self/task").iterdir():
+        if (task / "comm").read_text().startswith("ZMQbg"):
+            spent += int((task / "schedstat").read_text().split()[0])
+    for thread in enumerate_threads():
+        if thread.name == "kv-events":
+            spent += int(
+                Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
+            )
+    return spent / 1e9
+
+
+def compare(silent: Engine, telling: Engine, rounds: int) -> tuple[list[float], list[float]]:
+    quiet: list[float] = []
+    told: list[float] = []
+    for number in range(rounds):
+        if number % 2:
+            told.append(seconds(telling))
+            quiet.append(seconds(silent))
+        else:
+            quiet.append(seconds(silent))
+            told.append(seconds(telling))
+    return quiet, told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    length = 40 + STEPS * args.rounds
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = f"ipc://{folder}/events"
+        silent, telling = loaded(args.model), loaded(args.model, kv_events=endpoint)
+        subscriber = subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint])
+        try:
+            for engine in (silent.engine, telling.engine):
+                submitted(engine, args.batch, length)
+                for _ in range(30):  # prompts, and what begins slowly
+                    engine.step()
+            before = published_s()
+            quiet, told = compare(silent.engine, telling.engine, args.rounds)
+            own = (published_s() - before) / (args.rounds * STEPS)
+        finally:
+            subscriber.kill()
+            subscriber.wait()
+            telling.close()
+    more = median_of([b / a - 1 for a, b in zip(quiet, told, strict=True)])
+    cost = median_of([b - a for a, b in zip(quiet, told, strict=True)])
+    print(
+        f"batch {args.batch}: a step {median_of(quiet).value * 1e3:.3f} ms; with events "
+        f"{more.value:+.2%} ({more.low:+.2%} to {more.high:+.2%}), {cost.value * 1e6:.1f} µs; "
+        f"the threads that publish {own / median_of(quiet).value:.2%}, {own * 1e6:.1f} µs"
+    )
+
+
+if __name__ == "__main__":
+    main()
