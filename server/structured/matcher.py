@@ -46,9 +46,9 @@ class Matcher:
         """mask: of the first token. ends: tokens that may come where the answer is complete."""
         self.finished = False  # nothing can follow, not even a token that ends the answer
         self._state = state
-        self._mask = mask
         self._ends = ends
         self._late = 0.0
+        self._take(mask)
 
     def allowed(self, params: SamplingParams, place: int) -> bytes:
         """The tokens that may be the answer's token number `place`, a bit each, lowest first.
@@ -57,6 +57,8 @@ class Matcher:
         """
         if place < params.min_tokens:
             return without(self._mask, self._ends | params.stop_ids)
+        if not self._may_end:
+            return self._mask
         return without(self._mask, self._ends - params.stop_ids)
 
     def advance(self, token: int, most: int) -> list[int]:
@@ -89,8 +91,13 @@ class Matcher:
                 "no token of this model continues the answer in the form that it must have, or "
                 "finding one takes too long; simplify that form"
             )
+        self._take(mask)
+        self.finished = self._may_end and not any_but(mask, self._ends)
+
+    def _take(self, mask: bytes) -> None:
+        """The tokens that may come next."""
         self._mask = mask
-        self.finished = not any_but(mask, self._ends)
+        self._may_end = any(allows(mask, end) for end in self._ends)  # seldom: the rest is quick
 
 
 def mask_of(state: State) -> bytes | None:
