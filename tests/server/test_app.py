@@ -24,8 +24,6 @@ from tests.server.toy import (
     toy_app,
 )
 
-HELLO = "Hello, world! "
-
 
 def events(text: str) -> list:
     """The JSON of every event; [DONE] must be last, and is left out."""
@@ -633,10 +631,7 @@ def test_tokens_that_the_model_does_not_embed_are_refused_where_they_occur():
         body = (
             {"messages": [{"role": "user", "content": "a"}]}
             if "chat" in path
-            else {
-                "prompt": "a",
-                "add_special_tokens": False,
-            }
+            else {"prompt": "a", "add_special_tokens": False}
         )
         bias = post(path, logit_bias={"195": 5}, **body)
         assert error_of(bias, 400)["param"] == "logit_bias"

@@ -20,13 +20,7 @@ from tests.model.family.evaluation.trained import ENCODINGS, save
 from tests.server.test_cli import sentence
 
 SIZES = Sizes(
-    context=128,
-    texts=2,
-    short_texts=2,
-    served_texts=2,
-    trials=2,
-    lengths=(192,),
-    distances=(32,),
+    context=128, texts=2, short_texts=2, served_texts=2, trials=2, lengths=(192,), distances=(32,)
 )
 
 
