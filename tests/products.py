@@ -21,11 +21,8 @@ def combined(*values, always):
 def pairs(**axes):
     """Every combination of the axes' values, as a decorator that parametrizes a test.
 
-    axes: its arguments' values; those of several arguments, as tuples, under "first, second".
-
     A usual run tests so many that any two values of different axes meet in one of them.
     """
-    names = [name for axis in axes for name in axis.split(", ")]
     lists = [list(of) for of in axes.values()]
     every = list(product(*(range(len(of)) for of in lists)))
     # Neighbours share most values, so that they are looked at in an order that jumps.
@@ -40,8 +37,6 @@ def pairs(**axes):
                 usual.add(each)
     given = []
     for each in sorted(every):
-        values = []
-        for name, of, index in zip(axes, lists, each, strict=True):
-            values += of[index] if ", " in name else [of[index]]
+        values = [of[index] for of, index in zip(lists, each, strict=True)]
         given.append(pytest.param(*values, marks=() if each in usual else pytest.mark.full))
-    return pytest.mark.parametrize(names, given)
+    return pytest.mark.parametrize(list(axes), given)

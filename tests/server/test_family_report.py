@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ropewalk.model.family.evaluation import results, shortened
+from ropewalk.model.family.evaluation.report import card as report_card
 from ropewalk.model.family.evaluation.results import Sizes
 from ropewalk.model.family.texts import corpus
 from ropewalk.server import download
@@ -76,6 +77,7 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
 
 
 def test_bundled_models_stand_beside_ones_own(home, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(report_card, "svg", lambda picture, name: "")  # which take seconds
     monkeypatch.setattr(download, "FAMILY", tmp_path / "package" / "weights")
     bundled = family()
     results.write(bundled, tmp_path / "package" / "evaluation.json")

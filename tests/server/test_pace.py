@@ -56,11 +56,12 @@ def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, 
 
 
 @pairs(
-    **{"max_tokens, tokens": [(16, 16), (64, 64), (200, 200), (8000, 8), (8000, 100)]},
+    lengths=[(16, 16), (64, 64), (200, 200), (8000, 8), (8000, 100)],  # asked for, and come
     per_token=[0.003, 0.03, 0.08],
     before=[0, 8],
 )
-def test_five_clients_are_answered_one_by_one(max_tokens, tokens, per_token, before):
+def test_five_clients_are_answered_one_by_one(lengths, per_token, before):
+    max_tokens, tokens = lengths
     assert (
         answered(
             5,
