@@ -5,7 +5,7 @@ and no commands; everything here is plain data for listings, pages and pictures.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -24,6 +24,11 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.kernels.cpu.lowering import (
+    biases_in_python,
+    embeds_in_python,
+    rotates_in_python,
+)
 
 HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
 LENGTHS = (512, 4096, 32768)  # keys that the new token attends to
@@ -74,6 +79,7 @@ class EncodingFacts:
     name: str
     summary: str
     hooks: tuple[str, ...]
+    in_python: tuple[str, ...]  # of these, those that each step calls between the CPU's kernels
     options: Mapping[str, str]  # name: meaning
     limit: str
     beyond_trained: str
@@ -108,6 +114,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
     backends: tuple[Support, ...] = ()
     operations: tuple[Ability, ...] = ()
     bias: ScoreBias | None = None
+    left: tuple[str, ...] = ()
     unbuilt = None
     try:
         encoding = example(kind, SHAPE, SHAPE.trained_context)
@@ -116,6 +123,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
         unbuilt = str(error)
     else:
         bias = encoding.for_layer(0).score_bias()
+        left = tuple(in_python(encoding))
         backends = tuple(_support(place, encoding))
         work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
         operations = abilities(kind, SHAPE, place.dtype)
@@ -123,6 +131,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
         name=name,
         summary=summary(kind),
         hooks=hooks(kind),
+        in_python=left,
         options=dict(kind.OPTIONS),
         limit=kind.LIMIT,
         beyond_trained=kind.BEYOND_TRAINED,
@@ -210,6 +219,17 @@ def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:
     )
 
 
+def in_python(encoding: PositionalEncoding) -> Iterator[str]:
+    """The hooks that the CPU's kernels know no data for, so that each step calls them."""
+    layer = encoding.for_layer(0)
+    if embeds_in_python(encoding):
+        yield "embed"
+    if rotates_in_python(layer, SHAPE.head_dim):
+        yield "rotate"
+    if biases_in_python(layer):
+        yield "score_bias"
+
+
 def summary(kind: type[PositionalEncoding]) -> str:
     """First line of a docstring: for this project's encodings the file's, else the class's."""
     module = inspect.getmodule(kind)
@@ -237,6 +257,7 @@ def as_json(entry: EncodingFacts) -> dict[str, object]:
         "name": entry.name,
         "summary": entry.summary,
         "hooks": list(entry.hooks),
+        "in_python": list(entry.in_python),
         "options": dict(entry.options),
         "limit": entry.limit,
         "beyond_trained": entry.beyond_trained,

@@ -44,3 +44,8 @@ class SamplingParams:
         truncated = not (self.greedy or self.top_k) and (self.top_p < 1 or self.min_p > 0)
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(truncated or penalised or self.min_tokens or self.prompt_logprobs is not None)
+
+
+def allows(mask: bytes, token: int) -> bool:
+    """Whether the token's bit is set: a mask has a bit for each token, lowest first."""
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)

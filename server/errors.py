@@ -8,9 +8,9 @@ ServeError               answers a request: status, type, code, and a reason for
 │   │   ├── InvalidBody, DuplicateKey, UnknownField, MissingField, BadRequest
 │   │   ├── UnsupportedField
 │   │   └── PromptTooLong
-│   └── Unauthorized 401, ModelNotFound 404, RouteNotFound 404, MethodNotAllowed 405,
-│       ReceiveTimeout 408, BodyTooLarge 413, UnsupportedMedia 415, WrongHost 421,
-│       HeadersTooLarge 431, WrongOrigin 400
+│   └── FormFailed 400, WrongOrigin 400, Unauthorized 401, ModelNotFound 404, RouteNotFound 404,
+│       MethodNotAllowed 405, ReceiveTimeout 408, BodyTooLarge 413, UnsupportedMedia 415,
+│       WrongHost 421, HeadersTooLarge 431
 ├── QueueFull            429
 │   └── QueueTime        429
 ├── RequestFailed        500: this request alone, inside the engine, which counts it
@@ -140,6 +140,12 @@ class UnsupportedField(InvalidField):
 class PromptTooLong(InvalidField):
     code = "context_length_exceeded"
     reason = "context_length"
+
+
+class FormFailed(InvalidRequest):
+    """The answer cannot be followed any further through the form that the client gave it."""
+
+    code = "form_failed"
 
 
 class BadRequest(InvalidField):

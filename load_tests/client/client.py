@@ -62,7 +62,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class Variant:
     """What is compared: a model on a server, and how its positions are computed."""
 
     label: str  # rope, t5:table

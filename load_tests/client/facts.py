@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ropewalk.load_tests.client.client import Arm, Server, Unreachable, get_json
+from ropewalk.load_tests.client.client import Server, Unreachable, Variant, get_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,13 +18,13 @@ class Facts:
     block_size: int | None = None
 
 
-async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
-    """An arm for each of `models`, or else for the server's first model. Raises Unreachable.
+async def variants_of(server: Server, models: Sequence[str]) -> list[Variant]:
+    """A variant for each of `models`, or else for the server's first model. Raises Unreachable.
 
-    An arm is labelled with its model; the caller adds the server if there are several.
+    A variant is labelled with its model; the caller adds the server if there are several.
     """
     if not server.dialect.token_ids:  # its /v1/models lists downloads, not what it serves
-        return [Arm(server.model or server.dialect.name, server, "")]
+        return [Variant(server.model or server.dialect.name, server, "")]
     cards = await _cards(server)
     wanted = list(models) or list(cards)[:1]
     for name in wanted:
@@ -34,21 +34,21 @@ async def arms_of(server: Server, models: Sequence[str]) -> list[Arm]:
     if not wanted:
         raise Unreachable(f"{server.url} serves no model")
     return [
-        Arm(name, replace(server, model=name), str(cards[name].get("encoding") or ""))
+        Variant(name, replace(server, model=name), str(cards[name].get("encoding") or ""))
         for name in wanted
     ]
 
 
-async def facts_of(arm: Arm) -> Facts:
-    """What an arm's server says about its model. Raises Unreachable."""
-    if not arm.server.dialect.token_ids:
+async def facts_of(variant: Variant) -> Facts:
+    """What a variant's server says about its model. Raises Unreachable."""
+    if not variant.server.dialect.token_ids:
         return Facts()
-    card = (await _cards(arm.server)).get(arm.server.model or "", {})
+    card = (await _cards(variant.server)).get(variant.server.model or "", {})
     return Facts(
         context=_number(card, "max_model_len"),
         trained_context=_number(card, "trained_context"),
         vocab_size=_number(card, "vocab_size"),
-        block_size=_number(await _cache_card(arm), "block_size"),
+        block_size=_number(await _cache_card(variant), "block_size"),
     )
 
 
@@ -61,11 +61,11 @@ async def _cards(server: Server) -> dict[str, Mapping[str, Any]]:
     return {card["id"]: card for card in await _data(server, "/v1/models") if "id" in card}
 
 
-async def _cache_card(arm: Arm) -> Mapping[str, Any]:
+async def _cache_card(variant: Variant) -> Mapping[str, Any]:
     """What `/v1/cache` says about the model; nothing on a server without that route."""
     with suppress(Unreachable):
-        for card in await _data(arm.server, "/v1/cache"):
-            if card.get("model") == arm.server.model:
+        for card in await _data(variant.server, "/v1/cache"):
+            if card.get("model") == variant.server.model:
                 return card
     return {}
 

@@ -13,7 +13,7 @@ from ropewalk.load_tests.common.types import Outcome, ServerView
 
 _FAULTS = ("ropewalk_kv_mutated_entries_total", "ropewalk_kv_stale_entries_total")
 _COUNTERS = ("counter", "histogram", "summary")  # of the last two, sums and counts
-_LEFT_OUT = ("model_name", "encoding", "engine")  # the same in every series of an arm
+_LEFT_OUT = ("model_name", "encoding", "engine")  # the same in every series of a variant
 _TTFT = ("ropewalk_time_to_first_token_seconds", "vllm:time_to_first_token_seconds")
 _LOOKS = 3
 _LOOK_EVERY_S = 0.1
@@ -49,7 +49,7 @@ def view(
     model_name: str,
     outcomes: Sequence[Outcome],
 ) -> ServerView:
-    """The run of one arm, whose series have `model_name`, or no such label on another server.
+    """The run of one variant, whose series have `model_name`, or no such label on another server.
 
     Leaves out counters that did not increase, and the buckets of histograms.
     Raises ValueError for a text that is no Prometheus exposition.

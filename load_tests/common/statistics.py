@@ -1,4 +1,4 @@
-"""The figures of one run, by their definitions. differences.py compares arms.
+"""The figures of one run, by their definitions. differences.py compares variants.
 
 Latencies are those of requests that were served, stayed to the end and began in the steady
 window, so not of a closed loop's first wave, whose requests queue behind each other.

@@ -1,9 +1,10 @@
 """The terms of a load test: plain data that all modules here share. No HTTP, no arithmetic.
 
-An *arm* is what is compared. A *point* is one size of a workload (longctx at 2,048 tokens), a
+A *variant* is what is compared. A *point* is one size of a workload (longctx at 2,048 tokens), a
 *profile* says when its requests are sent, and a *cell* is a point under a profile. A *run* measures
-one arm in one cell once; a *block* is one run of every arm in every cell, in random order, so that
-drift of the machine affects all arms alike. The *zero* is the arm that others are compared with.
+one variant in one cell once; a *round* is one run of every variant in every cell, in random order,
+so that drift of the machine affects all variants alike. The *baseline* is the variant that others
+are compared with.
 
 The modules, in the order of a load test (an arrow: uses):
 
@@ -12,11 +13,11 @@ The modules, in the order of a load test (an arrow: uses):
     facts, environment                  what servers and the machine report about themselves
     loads → workloads, profiles         which requests are sent, and when
     workloads → prompts, conversation, hits
-    runner → arrivals                   blocks, runs, and the requests of one run
+    runner → arrivals                   rounds, runs, and the requests of one run
     client → exchange → http1           one request and its stream
     scrape                              what the server counted during a run
     result                              result.json
-    cells → differences → statistics    figures of runs, and whether arms differ
+    cells → differences → statistics    figures of runs, and whether variants differ
     table, page → plots → *_plots       the report, as text and as HTML
     *_plots → plot → charts → svg       one plot: findings, charts, numbers; words has the sentences
     compare                             two results
@@ -86,7 +87,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one run, the same for every arm, and the expected hits of the prefix cache.
+    """The requests of one run, the same for every variant, and the expected hits of the prefix
+    cache.
 
     `cached_tokens` is how many prompt tokens a cache that was empty before the run serves, at
     least and at most, as explained in hits.py. None if that cannot be known: the prompts are text,
@@ -119,7 +121,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ServerView:
-    """What the server's own /metrics say about one run of one arm."""
+    """What the server's own /metrics say about one run of one variant."""
 
     counters: Mapping[str, float]  # increase over the run, by name{label="value"}
     gauges: Mapping[str, float]  # highest value seen while it ran
@@ -128,12 +130,12 @@ class ServerView:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One cell of one arm, measured once. The steady window is [`steady_from`, `steady_to`]."""
+    """One cell of one variant, measured once. The steady window is [`steady_from`, `steady_to`]."""
 
-    arm: str
+    variant: str
     point: Point
     profile: Profile
-    block: int
+    round: int
     outcomes: tuple[Outcome, ...]
     steady_from: float  # time.perf_counter: the first worker's second request, or first arrival
     steady_to: float  # when the first worker found nothing left to send, or the last arrival
@@ -155,7 +157,7 @@ class Result:
     command: str  # that repeats it
     arguments: Mapping[str, object]
     environment: Mapping[str, object]  # python, processor, cores, commit, versions of the servers
-    arms: Mapping[str, Mapping[str, object]]  # label → model, encoding, url, form or frame
-    zero: str | None  # the arm that differences are taken against; None with one arm
+    variants: Mapping[str, Mapping[str, object]]  # label → model, encoding, url, form or frame
+    baseline: str | None  # the variant that differences are taken against; None with one variant
     runs: tuple[Run, ...]
     warnings: tuple[str, ...]

@@ -24,7 +24,7 @@ from ropewalk.load_tests.gpu.table import as_json, tables
 from ropewalk.load_tests.micro.in_process import decoders
 from ropewalk.load_tests.micro.measured import add_place, heading, place_of, run, save
 from ropewalk.load_tests.micro.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
-from ropewalk.load_tests.micro.step_cost import ARMS
+from ropewalk.load_tests.micro.step_cost import VARIANTS
 from ropewalk.load_tests.report.formatting import digits
 from ropewalk.load_tests.run.options import add, count, counts
 from ropewalk.model.formatting import in_one_line
@@ -200,7 +200,7 @@ class _Check:
         self.progress.start(f"{shape}: making the decoders")
         made = decoders(
             shape,
-            ARMS,
+            VARIANTS,
             context=max(*self.args.contexts, self.args.prefill) + 2 * gpu_parts.STEPS + 1,
             dtype=setting.dtype,
             device=setting.device,

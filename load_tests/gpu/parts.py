@@ -249,11 +249,11 @@ def encodings_of(
     decoder = made[ZERO]
     blocks = blocks_for(cell.batch, cell.context)
     kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device)
-    arms = {**made, AGAIN: decoder}
+    variants = {**made, AGAIN: decoder}
     rows = {"decode": (cell.batch, 1), "prefill": (1, min(CHUNK, cell.context))}
     calls: dict[str, Mapping[str, Call]] = {}
     for work, (requests, computed) in rows.items() if not budget.over else ():
-        calls[work] = passes(arms, kv, requests, cell.context, computed)
+        calls[work] = passes(variants, kv, requests, cell.context, computed)
         for call in calls[work].values():
             call()  # compiles, so that the remaining time is shared equally by both kinds of work
     purse = Purse(budget, weights=2)

@@ -53,38 +53,38 @@ class PackedOnce(Kernels):
 
 def decoders(
     shape: str,
-    arms: Sequence[str],
+    variants: Sequence[str],
     *,
     context: int,
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels | str,
 ) -> dict[str, Decoder]:
-    """One decoder for each of `arms`, which differ only in their encoding.
+    """One decoder for each of `variants`, which differ only in their encoding.
 
-    An arm is an encoding, optionally with one of its forms or frames after a colon: t5:table.
+    A variant is an encoding, optionally with one of its forms or frames after a colon: t5:table.
     Weights are random, and all decoders share the same tensors. `kernels`: those of the CPU, or
     why there are none. Raises CheckpointError and EncodingError.
     """
     if isinstance(kernels, Kernels):
         kernels = PackedOnce(kernels)
     made: dict[str, Program] = {}
-    for arm in arms:
-        checkpoint = _checkpoint(shape, arm, context)
+    for variant in variants:
+        checkpoint = _checkpoint(shape, variant, context)
         config = checkpoint.config
         assert not isinstance(config, EncoderDecoderConfig), "a shape is a decoder alone"
         encoding = create(config.encoding, config, context, device)
         if made:
             load_encoding(checkpoint, encoding)
-            made[arm] = program(config, next(iter(made.values())).weights, encoding)
+            made[variant] = program(config, next(iter(made.values())).weights, encoding)
         else:
-            made[arm] = load_program(checkpoint, encoding, dtype=dtype, device=device)
+            made[variant] = load_program(checkpoint, encoding, dtype=dtype, device=device)
     backends = all_backends(kernels)
     return {
-        arm: decoder_on(
+        variant: decoder_on(
             choose(backends, spec_for(each.config, dtype, device, each.encoding)), each, kernels
         )
-        for arm, each in made.items()
+        for variant, each in made.items()
     }
 
 
@@ -136,8 +136,10 @@ def passes(
     batch = step(requests, context, rows, torch.device("cpu"))
     forwards: Mapping[str, Forward] = made
     if rows == 1:
-        forwards = {arm: replayed(decoder, kv, requests, context) for arm, decoder in made.items()}
-    return {arm: partial(forward, batch, kv) for arm, forward in forwards.items()}
+        forwards = {
+            variant: replayed(decoder, kv, requests, context) for variant, decoder in made.items()
+        }
+    return {variant: partial(forward, batch, kv) for variant, forward in forwards.items()}
 
 
 def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forward:
@@ -160,12 +162,12 @@ def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
     return Request(name, prompt, len(prompt), params, 0.0, random.Random(0))
 
 
-def _checkpoint(shape: str, arm: str, context: int) -> Checkpoint:
-    name, _, variant = arm.partition(":")
+def _checkpoint(shape: str, variant: str, context: int) -> Checkpoint:
+    name, _, variant = variant.partition(":")
     if variant and name not in VARIANTS:
         if name in names():
-            raise EncodingError(f"{arm}: {name} has no forms or frames; leave out {variant!r}.")
-        name, variant = arm, ""  # package.module:Class
+            raise EncodingError(f"{variant}: {name} has no forms or frames; leave out {variant!r}.")
+        name, variant = variant, ""  # package.module:Class
     checkpoint = random_checkpoint(f"{RANDOM}{shape}", name, context)
     if not variant:
         return checkpoint

@@ -2,10 +2,11 @@
 
 python -m ropewalk.load_tests.micro.mask_cost [MODEL] [--rounds N] [--threads N]
 
-An engine as it serves decodes one token for each of 1, and of 32, requests, in steps of two kinds
-by turns: free, and held to a JSON schema that never ends. What a step with a grammar takes longer
-is masks, their application, and telling the grammar the tokens. For 32 requests also with only half
-of them held. Forced tokens, which save whole steps, are left out.
+Engines as they serve decode one token for each of 1, and of 32, requests, a step of each by turns:
+one engine has free requests, one has requests held to a JSON schema that never ends, and one, of
+32, has half of them held. What a held step takes longer is masks, their application, and telling
+the grammar the tokens. Forced tokens, which save whole steps, are left out. The engines change
+roles, since no two lie in memory alike.
 
 With one thread its processor time counts, which other programs change least; with more, the clock.
 """
@@ -15,7 +16,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,6 +50,9 @@ SCHEMA = {
 }
 
 
+KINDS = {"free": 0, "held": 1, "half held": 2}  # of so many requests one is held
+
+
 class Unforced(Matcher):
     """So that each step computes one token of each request."""
 
@@ -56,11 +60,26 @@ class Unforced(Matcher):
         return super().advance(token, 0)
 
 
-def seconds(engine: Engine, requests: Sequence[Request], held: Sequence[Matcher | None]) -> float:
-    """Of one step in which the requests have these matchers."""
-    for request, matcher in zip(requests, held, strict=True):
-        request.matcher = matcher
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+def begin(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, held: Sequence[Matcher | None]
+) -> None:
+    """Submit a request for each matcher and run their prompts."""
+    for i, matcher in enumerate(held):
+        rng = random.Random(i)
+        request = Request(str(i), list(prompt), len(prompt), params, 0.0, rng, matcher=matcher)
+        engine.submit(request)
+    for _ in range(20):  # also what begins slowly
+        engine.step()
+
+
+def end(engine: Engine, count: int) -> None:
+    for i in range(count):
+        engine.abort(str(i))
+    engine.step()
+
+
+def seconds(engine: Engine, clock: Callable[[], float]) -> float:
+    """Of one step."""
     began = clock()
     engine.step()
     return clock() - began
@@ -73,47 +92,47 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    config = server_config(from_program({"models": [args.model]}))
+    config = server_config(from_program({"models": [args.model], "kv_memory": 2**30}))
     torch.set_num_threads(args.threads)
-    (loaded,) = load_models(config, Metrics())
-    assert loaded.served.grammars is not None, "an encoder-decoder has no grammars"
+    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    models = [load_models(config, Metrics())[0] for _ in KINDS]
+    served = models[0].served
+    assert served.grammars is not None, "an encoder-decoder has no grammars"
     grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA))
-    compiled = asyncio.run(loaded.served.grammars.compile(grammar))
-    prompt = loaded.served.tokenizer.encode("A list of things, as JSON:\n", bos=True)
+    compiled = asyncio.run(served.grammars.compile(grammar))
+    prompt = served.tokenizer.encode("A list of things, as JSON:\n", bos=True)
     params = SamplingParams(max_tokens=1500, temperature=args.temperature)
+
+    def matcher() -> Matcher:
+        begun = compiled.begin()
+        return Unforced(begun._state, begun._mask, begun._ends)
+
     for count in (1, 32):
-        requests = [
-            Request(str(i), list(prompt), len(prompt), params, 0.0, random.Random(i))
-            for i in range(count)
-        ]
-        begun = [compiled.begin() for _ in requests]
-        held = [Unforced(each._state, each._mask, each._ends) for each in begun]
-        kinds: dict[str, Sequence[Matcher | None]] = {"free": [None] * count, "held": held}
-        if count > 1:
-            kinds["half held"] = [each if i % 2 else None for i, each in enumerate(held)]
-        for request in requests:
-            loaded.engine.submit(request)
-        for _ in range(20):  # prompts, and what begins slowly
-            seconds(loaded.engine, requests, kinds["free"])
+        kinds = [kind for kind, every in KINDS.items() if count >= every]
         taken: list[dict[str, float]] = []
-        names = list(kinds)
-        for number in range(args.rounds):
-            random.Random(number).shuffle(names)
-            taken.append({n: seconds(loaded.engine, requests, kinds[n]) for n in names})
+        for first in range(len(kinds)):
+            engines = {k: models[(first + i) % len(kinds)].engine for i, k in enumerate(kinds)}
+            for kind, engine in engines.items():
+                every = KINDS[kind]
+                held = [matcher() if every and i % every == 0 else None for i in range(count)]
+                begin(engine, prompt, params, held)
+            for number in range(args.rounds // len(kinds)):
+                random.Random(number).shuffle(kinds)
+                taken.append({kind: seconds(engines[kind], clock) for kind in kinds})
+            for engine in engines.values():
+                end(engine, count)
         free = median_of([each["free"] for each in taken]).value
         print(f"batch {count}: a free step {free * 1e3:.2f} ms", end="")
-        for name in kinds:
-            if name != "free":
-                more = median_of([each[name] / each["free"] - 1 for each in taken])
-                cost = median_of([each[name] - each["free"] for each in taken]).value
+        for kind in sorted(kinds):
+            if kind != "free":
+                more = median_of([each[kind] / each["free"] - 1 for each in taken])
+                cost = median_of([each[kind] - each["free"] for each in taken]).value
                 print(
-                    f"; {name} {more.value:+.2%} ({more.low:+.2%} to {more.high:+.2%}), "
+                    f"; {kind} {more.value:+.2%} ({more.low:+.2%} to {more.high:+.2%}), "
                     f"{cost * 1e6:.0f} µs",
                     end="",
                 )
         print(flush=True)
-        for request in requests:
-            loaded.engine.abort(request.id)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ Exit status: 0, or 2 when nothing was measured.
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One arm's steps, and seconds by part outside the engine, both by requests in the batch."""
+    """One variant's steps, and seconds by part outside the engine, by requests in the batch."""
 
-    arm: str
+    variant: str
     executor: str
     steps: Mapping[int, StepTimes]
     outside: Mapping[int, Mapping[str, float]]
@@ -112,13 +112,13 @@ def _shape(text: str) -> str:
 
 def _measure(args: argparse.Namespace) -> list[Profile]:
     device, dtype, _ = place_of(args)
-    arms = list(dict.fromkeys(args.encodings.split(",")))
+    variants = list(dict.fromkeys(args.encodings.split(",")))
     progress = Progress(sys.stderr)
     progress.start(f"{args.serve}: making the decoders")
     kernels = find_kernels(device)
     made = decoders(
         args.serve,
-        arms,
+        variants,
         context=needed_context(args.context, args.steps),
         dtype=dtype,
         device=device,
@@ -126,16 +126,16 @@ def _measure(args: argparse.Namespace) -> list[Profile]:
     )
     measured = []
     progress.schedule(len(made) * len(args.batch))
-    for arm, decoder in made.items():
+    for variant, decoder in made.items():
         steps, outside = {}, {}
         for requests in args.batch:
-            progress.start(f"{arm}, batch {requests}")
+            progress.start(f"{variant}, batch {requests}")
             steps[requests] = step_times(
                 decoder, requests, args.context, args.steps, kernels=kernels
             )
             outside[requests] = http_times(requests, steps[requests].unwatched, args.steps)
             progress.finish()
-        measured.append(Profile(arm, decoder.executor.name, steps, outside))
+        measured.append(Profile(variant, decoder.executor.name, steps, outside))
     progress.clear()
     return measured
 
@@ -159,7 +159,7 @@ def table(profile: Profile, context: int) -> str:
         cells = [_cells(found[requests][name], steps[requests].step) for requests in steps]
         rows.append([name, *_flat(cells)])
     by = f"computed by the {profile.executor} executor"
-    return f"{profile.arm}, context {context:,}, {by}\n\n{markdown(rows)}"
+    return f"{profile.variant}, context {context:,}, {by}\n\n{markdown(rows)}"
 
 
 def _cells(seconds: float, step: float) -> list[str]:

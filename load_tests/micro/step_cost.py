@@ -23,7 +23,7 @@ from ropewalk.server.launch.load_model import find_kernels
 Verdict = Literal["holds", "does not hold", "undecided"]
 
 ZERO = "nope"
-ARMS = (
+VARIANTS = (
     ZERO,
     "rope",
     "alibi",
@@ -47,11 +47,11 @@ prefill, the last --chunk tokens of one prompt of --context. Each is one pass of
 `ropewalk serve` makes it, with its kernels, batch layout and paged cache; scheduling, sampling and
 HTTP are the same for all encodings, so they are left out, which makes relative differences larger.
 
-All arms share one set of random weights, down to the packed tensors that the kernels read, and
-one cache. Cost does not depend on the values. In every round each arm runs once, in random order,
-and is compared with {ZERO} of the same round; the table has the median of those ratios with a 95 %
-interval from their ranks, which assumes nothing about the noise. `{AGAIN}` is {ZERO} a second
-time: its distance from +0 shows how far the rest of the table can be trusted.
+All variants share one set of random weights, down to the packed tensors that the kernels read, and
+one cache. Cost does not depend on the values. In every round each variant runs once, in random
+order, and is compared with {ZERO} of the same round; the table has the median of those ratios with
+a 95 % interval from their ranks, which assumes nothing about the noise. `{AGAIN}` is {ZERO} a
+second time: its distance from +0 shows how far the rest of the table can be trusted.
 
 Limits: over {ZERO}, decode {LIMITS["decode"] - 1:.0%} and prefill {LIMITS["prefill"] - 1:.0%}. A
 limit `holds` if the whole interval is below it, `does not hold` if the whole interval is above,
@@ -59,8 +59,8 @@ and is `undecided` otherwise: ask for more rounds. Forms and frames (t5:table, r
 limit.
 
 By default the processor time of one thread counts, because other programs change it least: it
-excludes the time they run, and they disturb caches and memory for all arms of a round alike. With
-more threads use --clock wall on a machine that does nothing else: processor time then includes
+excludes the time they run, and they disturb caches and memory for all variants of a round alike.
+With more threads use --clock wall on a machine that does nothing else: processor time then includes
 threads that wait for each other. On CUDA the time is that between events on the device.
 """
 
@@ -68,7 +68,7 @@ _EPILOG = f"""\
 examples:
   python -m ropewalk.load_tests.micro.step_cost
   python -m ropewalk.load_tests.micro.step_cost --shape smollm2 --rounds 60 --out step-cost
-  python -m ropewalk.load_tests.micro.step_cost --arms rope,t5 --batch 1 --prefill-rounds 0
+  python -m ropewalk.load_tests.micro.step_cost --variants rope,t5 --batch 1 --prefill-rounds 0
 
 The table goes to standard output, progress to standard error.
 Exit status: 0; 1 when a limit does not hold; 2 when nothing was measured.
@@ -78,9 +78,9 @@ Intervals need {MIN_VALUES} rounds or more. With `small` the defaults take some 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The time of one arm's step, and its ratio to ZERO's."""
+    """The time of one variant's step, and its ratio to ZERO's."""
 
-    arm: str
+    variant: str
     seconds: float
     ratio: Estimate
     limit: float | None
@@ -111,13 +111,15 @@ def _report(
 
 
 def costs_of(taken: Sequence[Mapping[str, float]], limit: float) -> list[Cost]:
-    """The costs from the seconds of every round. The limit applies to arms in CLAIMED."""
+    """The costs from the seconds of every round. The limit applies to variants in CLAIMED."""
     found = []
-    for arm in taken[0]:
-        ratio = median_of(ratios(taken, arm, ZERO))
-        seconds = median_of([each[arm] for each in taken]).value
-        own = limit if arm in CLAIMED else None
-        found.append(Cost(arm, seconds, ratio, own, None if own is None else verdict(ratio, own)))
+    for variant in taken[0]:
+        ratio = median_of(ratios(taken, variant, ZERO))
+        seconds = median_of([each[variant] for each in taken]).value
+        own = limit if variant in CLAIMED else None
+        found.append(
+            Cost(variant, seconds, ratio, own, None if own is None else verdict(ratio, own))
+        )
     return found
 
 
@@ -135,8 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(options, shape="small")
-    arms = f"arms compared with {ZERO} (default: %(default)s)"
-    add(options, "--arms A,B", str, ",".join(ARMS[1:]), arms)
+    variants = f"variants compared with {ZERO} (default: %(default)s)"
+    add(options, "--variants A,B", str, ",".join(VARIANTS[1:]), variants)
     add(options, "--context N", count, 4096, "tokens of each request (default: 4k)")
     add(options, "--batch N", count, 8, "requests that decode (default: %(default)s)")
     add(options, "--chunk N", count, 512, "tokens of a prefill (default: %(default)s)")
@@ -147,18 +149,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Seconds by work, round and arm."""
+    """Seconds by work, round and variant."""
     if args.chunk > args.context:
         raise CommandError(
             f"--chunk {args.chunk} is more than --context; use {args.context} or less"
         )
     device, dtype, clock = place_of(args)
-    arms = [ZERO, *(arm for arm in args.arms.split(",") if arm != ZERO)]
+    variants = [ZERO, *(variant for variant in args.variants.split(",") if variant != ZERO)]
     progress = Progress(sys.stderr)
-    progress.start(f"{args.shape} under {', '.join(arms)}: making the decoders")
+    progress.start(f"{args.shape} under {', '.join(variants)}: making the decoders")
     made = decoders(
         args.shape,
-        arms,
+        variants,
         context=args.context,
         dtype=dtype,
         device=device,
@@ -187,16 +189,16 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def table(costs: Mapping[str, Sequence[Cost]]) -> str:
-    """The costs by step and arm."""
+    """The costs by step and variant."""
     rows = [("step", "encoding", "ms", f"over {ZERO}, 95 % interval", "limit", "")]
     for work, each in costs.items():
         for cost in each:
             rows.append(
                 (
                     work,
-                    cost.arm,
+                    cost.variant,
                     milliseconds(cost.seconds),
-                    "" if cost.arm == ZERO else _difference(cost.ratio),
+                    "" if cost.variant == ZERO else _difference(cost.ratio),
                     "" if cost.limit is None else f"{signed(cost.limit)} %",
                     cost.verdict or "",
                 )
@@ -214,14 +216,14 @@ def _difference(ratio: Estimate) -> str:
 
 def _chart(work: str, costs: Sequence[Cost]) -> Picture:
     """Differences in percent; hollow if the interval contains 0."""
-    look = looks([cost.arm for cost in costs], ZERO)
+    look = looks([cost.variant for cost in costs], ZERO)
     rows = []
     for cost in costs[1:]:
         ratio = cost.ratio.drawable()
         ends = [100 * (each - 1) for each in (ratio.value, ratio.low, ratio.high)]
         same, text = ends[1] <= 0 <= ends[2], f"{signed(ratio.value)} %"
         mark = Mark(Estimate(*ends), "", text, hollow=same)
-        rows.append(Series(cost.arm, look[cost.arm], [mark]))
+        rows.append(Series(cost.variant, look[cost.variant], [mark]))
     return dots(f"{work}: time over {ZERO}", {"": rows}, "percent", percent_tick, centred=True)
 
 

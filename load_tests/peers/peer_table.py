@@ -21,7 +21,7 @@ from ropewalk.load_tests.workload.loads import Load
 from ropewalk.load_tests.workload.workloads import WORKLOADS, Sizes
 
 WEIGHT_BYTES = "weight_bytes"  # key of Result.environment: bytes in bfloat16; 0 if unknown
-PROCESSES = "processes"  # key of Result.environment: system → `Lifetime` fields of each block
+PROCESSES = "processes"  # key of Result.environment: system → `Lifetime` fields of each round
 _MIB = 2**20
 
 
@@ -29,7 +29,7 @@ _MIB = 2**20
 class Lifetime:
     """What was measured of one process of a system, besides the load."""
 
-    block: int
+    round: int
     start_s: float  # from the start to the end of the first completion
     loaded_bytes: int  # memory held then
     used_bytes: int  # memory held after the runs
@@ -111,11 +111,11 @@ def rows_from(text: str) -> tuple[Row, ...]:
 
 
 def peer_table(result: Result) -> str:
-    """Every figure of every system, medians of the blocks, and the first against the best other."""
-    systems = list(result.arms)
+    """Every figure of every system, medians of the rounds, and the first against the best other."""
+    systems = list(result.variants)
     lines = [["work", "unit", *systems, "best other", f"{systems[0]} is better by"]]
     for row in ROWS.values():
-        found = {name: _by_block(result, name, row) for name in systems}
+        found = {name: _by_round(result, name, row) for name in systems}
         if any(found.values()):
             lines.append([row.title, row.unit, *_cells(found, row.more_is_better)])
     if result.environment.get(WEIGHT_BYTES):
@@ -129,29 +129,30 @@ def peer_table(result: Result) -> str:
     return aligned(lines, left=2)
 
 
-def _by_block(result: Result, system: str, row: Row) -> dict[int, float]:
+def _by_round(result: Result, system: str, row: Row) -> dict[int, float]:
     runs = [
         run
         for run in result.runs
-        if run.arm == system and (run.point.workload, run.profile) == (row.workload, row.profile)
+        if run.variant == system
+        and (run.point.workload, run.profile) == (row.workload, row.profile)
     ]
     good = [run for run in runs if all(outcome.error is None for outcome in run.outcomes)]
-    return {run.block: value for run in good if (value := row.figure(run)) is not None}
+    return {run.round: value for run in good if (value := row.figure(run)) is not None}
 
 
 def _of_bound(result: Result, system: str) -> dict[int, float]:
     """One stream's speed in percent of the rate at which bfloat16 weights can be read."""
     weights = result.environment[WEIGHT_BYTES]
     assert isinstance(weights, int)
-    rates = _by_block(result, system, ROWS["one"])
+    rates = _by_round(result, system, ROWS["one"])
     reading = _lived(result, system, "read_bytes_per_s", weights)
-    return {block: 100 * rates[block] / reading[block] for block in rates.keys() & reading}
+    return {round: 100 * rates[round] / reading[round] for round in rates.keys() & reading}
 
 
 def _lived(result: Result, system: str, field: str, scale: int) -> dict[int, float]:
     processes = result.environment.get(PROCESSES)
     assert isinstance(processes, dict)
-    return {life["block"]: life[field] / scale for life in processes.get(system, ())}
+    return {life["round"]: life[field] / scale for life in processes.get(system, ())}
 
 
 def _cells(found: Mapping[str, Mapping[int, float]], more_is_better: bool) -> list[str]:
@@ -162,7 +163,7 @@ def _cells(found: Mapping[str, Mapping[int, float]], more_is_better: bool) -> li
         return [*shown, "–", "–"]
     best = (max if more_is_better else min)(measured, key=lambda name: measured[name])
     ratios = [
-        found[first][block] / found[best][block] for block in found[first].keys() & found[best]
+        found[first][round] / found[best][round] for round in found[first].keys() & found[best]
     ]
     return [*shown, best, _times([ratio if more_is_better else 1 / ratio for ratio in ratios])]
 

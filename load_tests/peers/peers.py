@@ -14,9 +14,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from ropewalk.load_tests.client.client import Arm, complete
+from ropewalk.load_tests.client.client import Variant, complete
 from ropewalk.load_tests.client.environment import environment
-from ropewalk.load_tests.client.facts import Facts, arms_of
+from ropewalk.load_tests.client.facts import Facts, variants_of
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.micro.roofline import read_rates
@@ -175,36 +175,36 @@ async def _measure(
     }
     progress.schedule(args.runs * len(systems) * len(loads))
     with tempfile.TemporaryDirectory(prefix="ropewalk-peers-") as logs:
-        for block in range(args.runs):
+        for round in range(args.runs):
             for system in systems:
-                title = f"block {block + 1} of {args.runs}"
+                title = f"round {round + 1} of {args.runs}"
                 progress.start(f"{title}, starting {system.name}")
                 reading = read_rates()
                 async with running(system, Path(logs), args.timeout) as started:
-                    arm = replace((await arms_of(started.server, ()))[0], label=system.name)
-                    prompts = PromptMaker(f"{args.seed}/{block}/start", "text")
-                    await _answer(arm, prompts, prompt_tokens=16)
+                    variant = replace((await variants_of(started.server, ()))[0], label=system.name)
+                    prompts = PromptMaker(f"{args.seed}/{round}/start", "text")
+                    await _answer(variant, prompts, prompt_tokens=16)
                     start_s = time.monotonic() - started.began
                     loaded = resident_bytes(started.pid)
-                    if block == 0:
-                        measured.arms.append(arm)
-                        measured.facts[arm.label] = Facts()
-                    await runner.warm_up([arm])
+                    if round == 0:
+                        measured.variants.append(variant)
+                        measured.facts[variant.label] = Facts()
+                    await runner.warm_up([variant])
                     # Nor shall a run pay for what is initialised by the first long prompt.
-                    await _answer(arm, prompts, prompt_tokens=size.prefill_tokens)
-                    async for run in runner.block([arm], loads, block, title):
+                    await _answer(variant, prompts, prompt_tokens=size.prefill_tokens)
+                    async for run in runner.round([variant], loads, round, title):
                         measured.runs.append(run)
                     used = resident_bytes(started.pid)
                 read = median(reading + read_rates())
-                lifetimes[system.name].append(asdict(Lifetime(block, start_s, loaded, used, read)))
+                lifetimes[system.name].append(asdict(Lifetime(round, start_s, loaded, used, read)))
 
 
-async def _answer(arm: Arm, prompts: PromptMaker, prompt_tokens: int) -> None:
+async def _answer(variant: Variant, prompts: PromptMaker, prompt_tokens: int) -> None:
     """One request, to its end. Raises NoSuccess when it fails."""
     request = Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens=4)
-    outcome = await complete(arm.server, request)
+    outcome = await complete(variant.server, request)
     if outcome.error is not None:
-        raise NoSuccess(f"{arm.label} at {arm.server.url}: {outcome.error}")
+        raise NoSuccess(f"{variant.label} at {variant.server.url}: {outcome.error}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Groups a result for display: one cell per point and profile, with each arm's figures."""
+"""Groups a result for display: one cell per point and profile, with each variant's figures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,27 @@ from ropewalk.report.statistics import Estimate, spread
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Every run of one point under one profile. Arms are in the order of the result."""
+    """Every run of one point under one profile. Variants are in the order of the result."""
 
     point: Point
     profile: Profile
     runs: Mapping[str, tuple[Run, ...]]
-    figures: Mapping[str, Mapping[int, Figures]]  # of each arm, by block
+    figures: Mapping[str, Mapping[int, Figures]]  # of each variant, by round
 
-    def spread(self, arm: str, metric: str) -> Estimate | None:
-        """The spread of one of statistics.METRICS; None if no run of this arm has it."""
-        found = self.figures.get(arm, {}).values()
+    def spread(self, variant: str, metric: str) -> Estimate | None:
+        """The spread of one of statistics.METRICS; None if no run of this variant has it."""
+        found = self.figures.get(variant, {}).values()
         return spread([one.values[metric] for one in found if metric in one.values])
 
-    def against(self, base: str | None, arms: Iterable[str], metric: str) -> dict[str, Difference]:
-        """Each of `arms` that was measured, compared with `base`, with corrected verdicts."""
+    def against(
+        self, base: str | None, variants: Iterable[str], metric: str
+    ) -> dict[str, Difference]:
+        """Each of `variants` that was measured, compared with `base`, with corrected verdicts."""
         if base is None or base not in self.figures:
             return {}
-        others = [arm for arm in arms if arm != base and arm in self.figures]
-        zero = self.figures[base]
-        found = corrected([paired(zero, self.figures[arm], metric) for arm in others])
+        others = [variant for variant in variants if variant != base and variant in self.figures]
+        baseline = self.figures[base]
+        found = corrected([paired(baseline, self.figures[variant], metric) for variant in others])
         return dict(zip(others, found, strict=True))
 
     @property
@@ -57,8 +59,8 @@ def cells(result: Result) -> list[Cell]:
     """Cells sorted by workload, context and load."""
     found: dict[tuple[Point, Profile], dict[str, list[Run]]] = {}
     for run in result.runs:
-        found.setdefault((run.point, run.profile), {}).setdefault(run.arm, []).append(run)
-    built = [_cell(*key, runs, result.arms) for key, runs in found.items()]
+        found.setdefault((run.point, run.profile), {}).setdefault(run.variant, []).append(run)
+    built = [_cell(*key, runs, result.variants) for key, runs in found.items()]
     workloads = list(dict.fromkeys(cell.point.workload for cell in built))
     return sorted(
         built,
@@ -72,8 +74,10 @@ def cells(result: Result) -> list[Cell]:
 
 
 def _cell(
-    point: Point, profile: Profile, runs: Mapping[str, Sequence[Run]], arms: Iterable[str]
+    point: Point, profile: Profile, runs: Mapping[str, Sequence[Run]], variants: Iterable[str]
 ) -> Cell:
-    ordered = {arm: tuple(runs[arm]) for arm in arms if arm in runs}
-    by_block = {arm: {run.block: figures(run) for run in own} for arm, own in ordered.items()}
-    return Cell(point, profile, ordered, by_block)
+    ordered = {variant: tuple(runs[variant]) for variant in variants if variant in runs}
+    by_round = {
+        variant: {run.round: figures(run) for run in own} for variant, own in ordered.items()
+    }
+    return Cell(point, profile, ordered, by_round)

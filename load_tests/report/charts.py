@@ -33,7 +33,7 @@ _LOGARITHMIC = 30.0  # from this ratio of highest to lowest value a latency axis
 _BENT = 15.0  # percent: from this range of differences the axis is bent, or small ones would merge
 _BENT_TICKS = (0.0, *(sign * n * 10.0**e for sign in (-1, 1) for e in range(9) for n in (1, 3)))
 _LETTER, _SHRINKS = 5.8, 0.6  # points of a letter; of 100 to the inch, less room for names
-_ASIDE = 3.0  # points between arms at the same x, so that intervals do not overlap
+_ASIDE = 3.0  # points between variants at the same x, so that intervals do not overlap
 
 Tick = Callable[[float], str]
 
@@ -51,7 +51,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The marks of one arm: a line, or a row, which has one mark but on a timeline."""
+    """The marks of one variant: a line, or a row, which has one mark but on a timeline."""
 
     label: str
     look: Look

@@ -33,9 +33,9 @@ _CONDITION = re.compile(r"(?P<metric>\w+)\s*(?P<side>>\s*\+|<\s*-)\s*(?P<number>
 _DESCRIPTION = """\
 Compare two results of `ropewalk bench`: what changed from the first to the second?
 
-Arms and points are matched by their labels. If both results have the same zero arm, that arm is
-compared by its absolute figures, and every other arm by its ratio to the zero arm of its own
-result: a machine that was slower that day slows both, so only the zero's line shows it. Each
+Variants and points are matched by their labels. If both results have the same baseline, it is
+compared by its absolute figures, and every other variant by its ratio to the baseline of its own
+result: a machine that was slower that day slows both, so only the baseline's line shows it. Each
 interval is 95 % on its own; verdicts allow for the number of comparisons. Each result needs at
 least 3 runs of a cell, and 5 or more find smaller changes.
 """
@@ -49,7 +49,7 @@ examples:
   ropewalk bench compare a.json b.json --fail-on 'tpot_p99>+10%' --fail-on 'ttft_p50>+20%'
   ropewalk bench compare a.json b.json --fail-on 'output_tokens_per_s<-5%' --plain
 
-Exit status: 0 when no condition holds, 1 when one does, 2 when an arm in a
+Exit status: 0 when no condition holds, 1 when one does, 2 when a variant in a
 condition allows no conclusion, or a file cannot be used.
 """
 
@@ -73,14 +73,14 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure of one arm in one cell of both results."""
+    """One figure of one variant in one cell of both results."""
 
     cell: str
-    arm: str
+    variant: str
     metric: str
     before: Estimate | None  # of the runs; None if nothing was served
     after: Estimate | None
-    over: str | None  # the zero arm, where ratios to it are compared
+    over: str | None  # the baseline, where ratios to it are compared
     found: Difference
 
 
@@ -115,7 +115,9 @@ def parser() -> argparse.ArgumentParser:
         help="exit with status 1 if this holds; may be given several times",
     )
     options.add_argument(
-        "--plain", action="store_true", help="compare absolute figures, not ratios to the zero arm"
+        "--plain",
+        action="store_true",
+        help="compare absolute figures, not ratios to the baseline",
     )
     return options
 
@@ -130,12 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     conditions: Sequence[Condition] = args.fail_on
     metrics = tuple(dict.fromkeys((*_SHOWN, *(each.metric for each in conditions))))
-    zero = before.zero if before.zero == after.zero and not args.plain else None
+    baseline = before.baseline if before.baseline == after.baseline and not args.plain else None
     old, new = _by_label(before), _by_label(after)
-    rows = _compared(old, new, metrics, zero)
+    rows = _compared(old, new, metrics, baseline)
     if not rows:
         print(
-            "ropewalk bench compare: no arm was measured at the same point in both; "
+            "ropewalk bench compare: no variant was measured at the same point in both; "
             "compare results of the same command",
             file=sys.stderr,
         )
@@ -156,38 +158,38 @@ def _by_label(result: Result) -> dict[str, Cell]:
 
 
 def _compared(
-    old: Mapping[str, Cell], new: Mapping[str, Cell], metrics: Sequence[str], zero: str | None
+    old: Mapping[str, Cell], new: Mapping[str, Cell], metrics: Sequence[str], baseline: str | None
 ) -> list[Row]:
     """Every figure that both results have; verdicts are corrected for their number."""
     rows = [
         row
         for label, cell in old.items()
         if label in new
-        for row in _rows(label, cell, new[label], metrics, zero)
+        for row in _rows(label, cell, new[label], metrics, baseline)
     ]
     verdicts = corrected([row.found for row in rows])
     return [replace(row, found=found) for row, found in zip(rows, verdicts, strict=True)]
 
 
 def _rows(
-    label: str, before: Cell, after: Cell, metrics: Sequence[str], zero: str | None
+    label: str, before: Cell, after: Cell, metrics: Sequence[str], baseline: str | None
 ) -> Iterator[Row]:
-    for arm in before.runs:
-        if arm not in after.runs:
+    for variant in before.runs:
+        if variant not in after.runs:
             continue
-        over = zero if arm != zero else None
+        over = baseline if variant != baseline else None
         for metric in metrics:
-            old, new = before.spread(arm, metric), after.spread(arm, metric)
+            old, new = before.spread(variant, metric), after.spread(variant, metric)
             if old is None and new is None:
                 continue
-            found = _change(before, after, arm, over, metric)
-            yield Row(label, arm, metric, old, new, over, found)
+            found = _change(before, after, variant, over, metric)
+            yield Row(label, variant, metric, old, new, over, found)
 
 
-def _change(before: Cell, after: Cell, arm: str, over: str | None, metric: str) -> Difference:
+def _change(before: Cell, after: Cell, variant: str, over: str | None, metric: str) -> Difference:
     samples: list[Floats] = []
     for cell in (before, after):
-        mine, its = cell.figures[arm], cell.figures.get(over or "", {})
+        mine, its = cell.figures[variant], cell.figures.get(over or "", {})
         if late := client_late((*mine.values(), *its.values())):
             return late
         samples.append(_logs(mine, metric) if over is None else log_ratios(its, mine, metric))
@@ -200,11 +202,11 @@ def _logs(found: Mapping[int, Figures], metric: str) -> Floats:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [["point", "arm", "metric", "before", "after", "change, %", "over"]]
+    lines = [["point", "variant", "metric", "before", "after", "change, %", "over"]]
     for row in rows:
         shown = [_median(row.before, row.metric), _median(row.after, row.metric)]
         change = [interval(row.found), row.over or "–"]
-        lines.append([row.cell, row.arm, row.metric, *shown, *change])
+        lines.append([row.cell, row.variant, row.metric, *shown, *change])
     return aligned(lines, left=3)
 
 
@@ -219,20 +221,20 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.found.verdict == "unknown":
-            reasons.setdefault(row.found.reason, []).append(f"{row.cell} {row.arm}")
+            reasons.setdefault(row.found.reason, []).append(f"{row.cell} {row.variant}")
     for reason, places in reasons.items():
         yield f"Unknown for {', '.join(dict.fromkeys(places))}: {reason}."
 
 
 def _left_out(name: str, mine: Result, its: Result, missing: Sequence[str]) -> Iterator[str]:
     """What was not compared of one result, and what failed in it."""
-    if only := [arm for arm in mine.arms if arm not in its.arms]:
+    if only := [variant for variant in mine.variants if variant not in its.variants]:
         yield f"Only in the {name} result: {', '.join(only)}."
     if missing:
         yield f"Measured only in the {name} result: {', '.join(missing)}."
-    failed = Counter(run.arm for run in mine.runs for o in run.outcomes if o.error is not None)
-    for arm, count in failed.items():
-        yield f"{count} requests of {arm} failed in the {name} result."
+    failed = Counter(run.variant for run in mine.runs for o in run.outcomes if o.error is not None)
+    for variant, count in failed.items():
+        yield f"{count} requests of {variant} failed in the {name} result."
 
 
 def _machines(before: Result, after: Result) -> Iterator[str]:
@@ -250,11 +252,11 @@ def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:
         held = [row for row in mine if condition.holds(row.found)]
         open_ = [row for row in mine if row.found.verdict == "unknown"]
         for row in held:
-            print(f"{condition.text} holds: {row.cell}, {row.arm}: {interval(row.found)}")
+            print(f"{condition.text} holds: {row.cell}, {row.variant}: {interval(row.found)}")
         if held:
             status = 1
         elif open_ or not mine:
-            where = ", ".join(f"{row.cell} {row.arm}" for row in open_) or "any arm"
+            where = ", ".join(f"{row.cell} {row.variant}" for row in open_) or "any variant"
             print(f"{condition.text}: nothing can be concluded about {where}")
             status = status or 2
         else:

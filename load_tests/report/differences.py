@@ -1,6 +1,6 @@
-"""Is one arm slower than another? Ratios with intervals that hold for few runs, and verdicts.
+"""Is one variant slower than another? Ratios with intervals that hold for few runs, and verdicts.
 
-The machine's speed drifts between blocks, so runs are compared within a block. Blocks, not
+The machine's speed drifts between rounds, so runs are compared within a round. Rounds, not
 requests, are resampled, because the tokens of one run are not independent.
 """
 
@@ -16,33 +16,36 @@ from ropewalk.report.statistics import LEVEL, Estimate, Floats, mean_of_few
 
 Verdict = Literal["slower", "faster", "no difference", "unknown"]
 
-MIN_BLOCKS = 3
+MIN_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Difference(Estimate):
-    """The ratio of one arm's figure to another's: 1.1 is a tenth more. `unknown` has no figures."""
+    """The ratio of one variant's figure to another's: 1.1: a tenth more. `unknown`: no figures."""
 
     p: float  # p-value: the probability of such a ratio if there is no difference
     verdict: Verdict
     reason: str = ""  # why the verdict is unknown
 
 
-def paired(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Difference:
-    """The ratio of `arm` to `zero`, figures of one cell by block; the interval is not corrected."""
-    late = client_late((*zero.values(), *arm.values()))
-    return late or difference([log_ratios(zero, arm, metric)], metric)
+def paired(
+    baseline: Mapping[int, Figures], variant: Mapping[int, Figures], metric: str
+) -> Difference:
+    """The ratio of `variant` to `baseline`, figures of one cell by round; interval uncorrected."""
+    late = client_late((*baseline.values(), *variant.values()))
+    return late or difference([log_ratios(baseline, variant, metric)], metric)
 
 
 def difference(samples: Sequence[Floats], metric: str) -> Difference:
-    """The ratio of arm to zero from one sample of log(arm / zero), a number for each block.
+    """The ratio of variant to baseline from one sample of log(variant / baseline), a number for
+    each round.
 
     Or, from two samples of logarithms that share no blocks, the ratio of the second to the first.
     """
-    blocks = min(len(sample) for sample in samples)
-    if blocks < MIN_BLOCKS:
-        need = f"an interval needs {MIN_BLOCKS}: raise --runs"
-        return unknown(f"{blocks} blocks have this figure, but {need}")
+    rounds = min(len(sample) for sample in samples)
+    if rounds < MIN_ROUNDS:
+        need = f"an interval needs {MIN_ROUNDS}: raise --runs"
+        return unknown(f"{rounds} rounds have this figure, but {need}")
     log, p = mean_of_few(samples)
     verdict: Verdict = "no difference"
     if log.low > 0 or log.high < 0:
@@ -50,9 +53,11 @@ def difference(samples: Sequence[Floats], metric: str) -> Difference:
     return Difference(math.exp(log.value), math.exp(log.low), math.exp(log.high), p, verdict)
 
 
-def log_ratios(zero: Mapping[int, Figures], arm: Mapping[int, Figures], metric: str) -> Floats:
-    """log(arm / zero) of each block that has both."""
-    both = [(arm[block].values, zero[block].values) for block in arm.keys() & zero]
+def log_ratios(
+    baseline: Mapping[int, Figures], variant: Mapping[int, Figures], metric: str
+) -> Floats:
+    """log(variant / baseline) of each round that has both."""
+    both = [(variant[round].values, baseline[round].values) for round in variant.keys() & baseline]
     pairs = [(mine.get(metric), its.get(metric)) for mine, its in both]
     return np.array([math.log(mine / its) for mine, its in pairs if mine and its])
 

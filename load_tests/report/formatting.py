@@ -100,38 +100,40 @@ def defined(metrics: Iterable[str]) -> str:
 
 
 def compared(where: str, base: str, found: Mapping[str, Difference], metric: str) -> str:
-    """One sentence on what each arm costs over `base`; `where` begins it.
+    """One sentence on what each variant costs over `base`; `where` begins it.
 
     At 8,192 tokens t5 costs 3.1 % (1.9 to 4.4) more per token than nope; rope shows no difference.
     """
-    differing = [arm for arm in found if found[arm].verdict in ("slower", "faster")]
-    differing.sort(key=lambda arm: -abs(math.log(found[arm].value)))
-    parts = [_difference(arm, found[arm], metric, base) for arm in differing[:1]]
-    parts += [_difference(arm, found[arm], metric) for arm in differing[1:]]
-    same = [arm for arm in found if found[arm].verdict == "no difference"]
+    differing = [variant for variant in found if found[variant].verdict in ("slower", "faster")]
+    differing.sort(key=lambda variant: -abs(math.log(found[variant].value)))
+    parts = [_difference(variant, found[variant], metric, base) for variant in differing[:1]]
+    parts += [_difference(variant, found[variant], metric) for variant in differing[1:]]
+    same = [variant for variant in found if found[variant].verdict == "no difference"]
     if same:
-        most = max(abs(end - 1) for arm in same for end in (found[arm].low, found[arm].high))
+        most = max(
+            abs(end - 1) for variant in same for end in (found[variant].low, found[variant].high)
+        )
         verb = "shows" if len(same) == 1 else "show"
         parts.append(
             f"{listed(same)} {verb} no difference from {base} (up to {percent(most)} % could hide)"
         )
     reasons: dict[str, list[str]] = {}
-    for arm, one in found.items():
+    for variant, one in found.items():
         if one.verdict == "unknown":
-            reasons.setdefault(one.reason, []).append(arm)
-    for reason, arms in reasons.items():
-        who = "no arm can" if len(arms) == len(found) > 1 else f"{listed(arms)} cannot"
+            reasons.setdefault(one.reason, []).append(variant)
+    for reason, variants in reasons.items():
+        who = "no variant can" if len(variants) == len(found) > 1 else f"{listed(variants)} cannot"
         parts.append(f"{who} be compared with {base}: {reason}")
     return f"{where} {'; '.join(parts)}."
 
 
-def _difference(arm: str, found: Difference, metric: str, base: str = "") -> str:
-    """In full with `base`; without it, in short, to continue a sentence about another arm."""
+def _difference(variant: str, found: Difference, metric: str, base: str = "") -> str:
+    """In full with `base`; without it, in short, to continue a sentence about another variant."""
     name = metric if metric in _WORDS else metric.rpartition("_")[0]
     verb, more, less = _WORDS[name]
     low, high = sorted(abs(end - 1) for end in (found.low, found.high))
     size = f"{percent(abs(found.value - 1))} % ({percent(low)} to {percent(high)})"
     direction = more if found.value > 1 else less
     if base:
-        return f"{arm} {verb} {size} {direction} than {base}"
-    return f"{arm} {size} {direction.split()[0]}"
+        return f"{variant} {verb} {size} {direction} than {base}"
+    return f"{variant} {size} {direction.split()[0]}"

@@ -30,10 +30,10 @@ def goodput_plots(subject: Subject) -> Iterator[Section]:
             continue
         marks: dict[str, list[Mark]] = {}
         for cell, shares in found:
-            for arm, one in shares.items():
+            for variant, one in shares.items():
                 share = digits(one.value)
                 mark = Mark(one, f"{cell.label}: {share} %", share, axis.x(cell))
-                marks.setdefault(arm, []).append(mark)
+                marks.setdefault(variant, []).append(mark)
         yield Section(
             key=f"{axis.name}-{axis.by}-goodput",
             title=f"Goodput by {axis.by}: {axis.name}",
@@ -48,26 +48,30 @@ def goodput_plots(subject: Subject) -> Iterator[Section]:
         )
 
 
-def _of(cell: Cell, arm: str, objectives: Mapping[str, float]) -> list[Goodput]:
-    found = [goodput(run, objectives) for run in cell.runs.get(arm, ())]
+def _of(cell: Cell, variant: str, objectives: Mapping[str, float]) -> list[Goodput]:
+    found = [goodput(run, objectives) for run in cell.runs.get(variant, ())]
     return [one for one in found if one is not None]
 
 
 def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> dict[str, Estimate]:
-    """Each arm's percentage of good requests."""
+    """Each variant's percentage of good requests."""
     found = {
-        arm: spread([one.share * 100 for one in _of(cell, arm, objectives)]) for arm in subject.arms
+        variant: spread([one.share * 100 for one in _of(cell, variant, objectives)])
+        for variant in subject.variants
     }
-    return {arm: one for arm, one in found.items() if one is not None}
+    return {variant: one for variant, one in found.items() if one is not None}
 
 
 def _said(cell: Cell, shares: Mapping[str, Estimate]) -> str:
-    """Which arms meet the objectives most and least often."""
+    """Which variants meet the objectives most and least often."""
     best, worst = max(one.value for one in shares.values()), min(s.value for s in shares.values())
     if best == worst:
-        return f"{cell.where}, every arm met the objectives in {digits(best)} % of the requests."
+        return (
+            f"{cell.where}, every variant met the objectives in {digits(best)} % of the requests."
+        )
     ends = {
-        value: [arm for arm, one in shares.items() if one.value == value] for value in (best, worst)
+        value: [variant for variant, one in shares.items() if one.value == value]
+        for value in (best, worst)
     }
     return (
         f"{cell.where}, {listed(ends[best])} met the objectives in {digits(best)} % of the "
@@ -77,17 +81,17 @@ def _said(cell: Cell, shares: Mapping[str, Estimate]) -> str:
 
 def _table(subject: Subject, cells: Sequence[Cell], objectives: Mapping[str, float]) -> Table:
     table: list[tuple[str, ...]] = [
-        ("at", "arm", "good, %", "good requests/s", "good output tokens/s")
+        ("at", "variant", "good, %", "good requests/s", "good output tokens/s")
     ]
     for cell in cells:
-        for arm in subject.arms:
-            found = _of(cell, arm, objectives)
+        for variant in subject.variants:
+            found = _of(cell, variant, objectives)
             columns = (
                 [one.share * 100 for one in found],
                 [one.requests_per_s for one in found],
                 [one.tokens_per_s for one in found],
             )
-            table.append((cell.label, arm, *map(_shown, columns)))
+            table.append((cell.label, variant, *map(_shown, columns)))
     return table
 
 

@@ -21,19 +21,19 @@ def page(result: Result) -> str:
     """A whole page."""
     sections = plots(result)
     workloads = list(dict.fromkeys(run.point.workload for run in result.runs))
-    names = list(dict.fromkeys(name for facts in result.arms.values() for name in facts))
-    arms = [
-        ("arm", *names),
+    names = list(dict.fromkeys(name for facts in result.variants.values() for name in facts))
+    variants = [
+        ("variant", *names),
         *(
-            (arm, *(_value(own.get(name, "")) for name in names))
-            for arm, own in result.arms.items()
+            (variant, *(_value(own.get(name, "")) for name in names))
+            for variant, own in result.variants.items()
         ),
     ]
     return to_html(
         Page(
             title=f"Load test: {', '.join(workloads) or 'nothing was measured'}",
             facts=_facts(result),
-            details={"The arms": arms},
+            details={"The variants": variants},
             reassurance="No warnings. Client and servers agree where both count.",
             warnings=list(all_warnings(result)),
             findings=[(each, each.findings[0]) for each in sections if each.findings],
@@ -45,13 +45,16 @@ def page(result: Result) -> str:
 def _facts(result: Result) -> dict[str, str]:
     """What was measured, where and how, and the command that repeats it."""
     known = {name: _value(value) for name, value in result.environment.items() if value is not None}
-    blocks = len({run.block for run in result.runs})
-    arms = [f"{arm} (the zero)" if arm == result.zero else arm for arm in result.arms]
+    rounds = len({run.round for run in result.runs})
+    variants = [
+        f"{variant} (the baseline)" if variant == result.baseline else variant
+        for variant in result.variants
+    ]
     return {
         "command": result.command,
         **known,
-        "runs": f"{len(result.runs):,}, in {blocks} block{'' if blocks == 1 else 's'}",
-        "arms": ", ".join(arms),
+        "runs": f"{len(result.runs):,}, in {rounds} round{'' if rounds == 1 else 's'}",
+        "variants": ", ".join(variants),
     }
 
 

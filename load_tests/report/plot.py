@@ -43,29 +43,35 @@ class Subject:
     looks: Mapping[str, Look]
 
     @property
-    def arms(self) -> Sequence[str]:
-        return list(self.result.arms)
+    def variants(self) -> Sequence[str]:
+        return list(self.result.variants)
 
     @property
-    def zero(self) -> str | None:
-        return self.result.zero
+    def baseline(self) -> str | None:
+        return self.result.baseline
 
     @property
     def others(self) -> Sequence[str]:
-        """Every arm but the zero."""
-        return [arm for arm in self.arms if arm != self.zero]
+        """Every variant but the baseline."""
+        return [variant for variant in self.variants if variant != self.baseline]
 
     def series(self, marks: Mapping[str, Sequence[Mark]]) -> list[Series]:
-        """A chart's series from each arm's marks; an arm without marks has none."""
-        return [Series(arm, self.looks[arm], marks[arm]) for arm in self.arms if marks.get(arm)]
+        """A chart's series from each variant's marks; a variant without marks has none."""
+        return [
+            Series(variant, self.looks[variant], marks[variant])
+            for variant in self.variants
+            if marks.get(variant)
+        ]
 
     def rows(self, found: Mapping[str, Estimate]) -> list[Series]:
         """Rows of a chart, each with its number at the end."""
-        return self.series({arm: [Mark(one, "", digits(one.value))] for arm, one in found.items()})
+        return self.series(
+            {variant: [Mark(one, "", digits(one.value))] for variant, one in found.items()}
+        )
 
 
 def subject(result: Result) -> Subject:
-    return Subject(result, cells(result), looks(list(result.arms), result.zero))
+    return Subject(result, cells(result), looks(list(result.variants), result.baseline))
 
 
 def context_axes(subject: Subject) -> list[Axis]:
@@ -102,28 +108,28 @@ def shown(metric: str, found: Estimate | None) -> str:
 
 
 def measured(subject: Subject, axis: Axis, metric: str) -> list[Series]:
-    """Each arm's figure, in milliseconds."""
+    """Each variant's figure, in milliseconds."""
     marks: dict[str, list[Mark]] = {}
     for cell in axis.cells:
-        for arm in subject.arms:
-            if (one := cell.spread(arm, metric)) is not None:
+        for variant in subject.variants:
+            if (one := cell.spread(variant, metric)) is not None:
                 told, text = f"{cell.label}: {quantity(metric, one)}", digits(one.value * 1e3)
-                marks.setdefault(arm, []).append(Mark(one.times(1e3), told, text, axis.x(cell)))
+                marks.setdefault(variant, []).append(Mark(one.times(1e3), told, text, axis.x(cell)))
     return subject.series(marks)
 
 
 def relative(
-    subject: Subject, axis: Axis, metric: str, base: str | None, arms: Sequence[str]
+    subject: Subject, axis: Axis, metric: str, base: str | None, variants: Sequence[str]
 ) -> list[Series]:
-    """The difference of each of `arms` from `base`, in percent."""
+    """The difference of each of `variants` from `base`, in percent."""
     marks: dict[str, list[Mark]] = {}
     for cell in axis.cells:
-        for arm, one in cell.against(base, arms, metric).items():
+        for variant, one in cell.against(base, variants, metric).items():
             if one.verdict != "unknown":
                 ends = ((ratio - 1) * 100 for ratio in (one.value, one.low, one.high))
                 told, text = f"{cell.label}: {interval(one)}", f"{signed(one.value)} %"
                 same = one.verdict == "no difference"
-                marks.setdefault(arm, []).append(
+                marks.setdefault(variant, []).append(
                     Mark(Estimate(*ends), told, text, axis.x(cell), same)
                 )
     return subject.series(marks)

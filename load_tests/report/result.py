@@ -78,8 +78,8 @@ def as_json(result: Result) -> dict[str, Any]:
         "command": result.command,
         "arguments": dict(result.arguments),
         "environment": dict(result.environment),
-        "arms": {label: dict(about) for label, about in result.arms.items()},
-        "zero": result.zero,
+        "variants": {label: dict(about) for label, about in result.variants.items()},
+        "baseline": result.baseline,
         "warnings": list(result.warnings),
         "series": series,
         "runs": [_run_as_json(run, begin, series) for run in result.runs],
@@ -94,24 +94,26 @@ def from_json(data: object) -> Result:
     if top.data.get("schema") != SCHEMA:
         found = top.data.get("schema")
         raise BadResult(f"its schema is {found!r} and this program reads {SCHEMA}: measure again")
-    arms = {
-        label: dict(_checked(about, dict, f"arms.{label}"))
-        for label, about in top.get("arms", dict).items()
+    variants = {
+        label: dict(_checked(about, dict, f"variants.{label}"))
+        for label, about in top.get("variants", dict).items()
     }
-    zero = top.optional("zero", str)
-    if zero is not None and zero not in arms:
-        raise BadResult(f"zero is {zero!r}, which is none of its arms")
+    baseline = top.optional("baseline", str)
+    if baseline is not None and baseline not in variants:
+        raise BadResult(f"baseline is {baseline!r}, which is none of its variants")
     series = _Fields(top.get("series", dict), "series")
     runs = tuple(_run(each, series) for each in top.each("runs"))
     for index, run in enumerate(runs):
-        if run.arm not in arms:
-            raise BadResult(f"runs[{index}].arm is {run.arm!r}, which is none of its arms")
+        if run.variant not in variants:
+            raise BadResult(
+                f"runs[{index}].variant is {run.variant!r}, which is none of its variants"
+            )
     return Result(
         command=top.get("command", str),
         arguments=top.get("arguments", dict),
         environment=top.get("environment", dict),
-        arms=arms,
-        zero=zero,
+        variants=variants,
+        baseline=baseline,
         runs=runs,
         warnings=tuple(top.list_of("warnings", str)),
     )
@@ -145,7 +147,7 @@ def _run_as_json(run: Run, begin: float, series: Mapping[str, Sequence[str]]) ->
         return fields if set(tokens) <= {1} else {**fields, "tokens": tokens}
 
     return {
-        "arm": run.arm,
+        "variant": run.variant,
         "workload": run.point.workload,
         "point": run.point.label,
         "context": run.point.context,
@@ -153,7 +155,7 @@ def _run_as_json(run: Run, begin: float, series: Mapping[str, Sequence[str]]) ->
         "concurrency": run.profile.concurrency,
         "rate": run.profile.rate,
         "burstiness": run.profile.burstiness,
-        "block": run.block,
+        "round": run.round,
         "steady_from": us(run.steady_from),
         "steady_to": us(run.steady_to),
         "server": None if run.server is None else _view_as_json(run.server, series),
@@ -216,7 +218,7 @@ def _run(fields: _Fields, series: _Fields) -> Run:
         raise BadResult(f"{fields.path('profile')} is {kind!r}, not one of {', '.join(kinds)}")
     view = fields.optional("server", dict)
     return Run(
-        arm=fields.get("arm", str),
+        variant=fields.get("variant", str),
         point=Point(
             fields.get("workload", str), fields.get("point", str), fields.optional("context", int)
         ),
@@ -226,7 +228,7 @@ def _run(fields: _Fields, series: _Fields) -> Run:
             fields.get("rate", float),
             fields.get("burstiness", float),
         ),
-        block=fields.get("block", int),
+        round=fields.get("round", int),
         outcomes=tuple(_outcome(each) for each in fields.each("requests")),
         steady_from=fields.seconds("steady_from"),
         steady_to=fields.seconds("steady_to"),

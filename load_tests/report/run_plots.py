@@ -18,27 +18,32 @@ _BLOCK = Look(INK, "o", "-")
 
 def client_plots(subject: Subject) -> Iterator[Section]:
     """How late the client sent, and what failed: whether the other figures are reliable."""
-    lags = {arm: _lag(subject, arm) for arm in subject.arms}
-    known = {arm: lag for arm, lag in lags.items() if lag is not None}
+    lags = {variant: _lag(subject, variant) for variant in subject.variants}
+    known = {variant: lag for variant, lag in lags.items() if lag is not None}
     if not known:
         return
     charts = [dots("client lag p99, ms", {"": subject.rows(known)}, "milliseconds late", plain)]
-    sent = {arm: sum(len(run.outcomes) for run in _runs(subject, arm)) for arm in subject.arms}
-    failed = {arm: _reasons(_runs(subject, arm)) for arm in subject.arms}
+    sent = {
+        variant: sum(len(run.outcomes) for run in _runs(subject, variant))
+        for variant in subject.variants
+    }
+    failed = {variant: _reasons(_runs(subject, variant)) for variant in subject.variants}
     if any(failed.values()):
-        counts = {arm: reasons.total() for arm, reasons in failed.items()}
+        counts = {variant: reasons.total() for variant, reasons in failed.items()}
         shares = {
-            arm: [Mark(Estimate(count, count, count), "", f"{count:,} of {sent[arm]:,}")]
-            for arm, count in counts.items()
+            variant: [Mark(Estimate(count, count, count), "", f"{count:,} of {sent[variant]:,}")]
+            for variant, count in counts.items()
         }
         charts.append(bars("requests failed", subject.series(shares)))
-    table = [("arm", "sent", "failed", "lag p99, ms", "reasons")]
-    for arm in subject.arms:
-        reasons = "; ".join(f"{count} × {reason}" for reason, count in failed[arm].most_common())
-        lag = lags[arm]
+    table = [("variant", "sent", "failed", "lag p99, ms", "reasons")]
+    for variant in subject.variants:
+        reasons = "; ".join(
+            f"{count} × {reason}" for reason, count in failed[variant].most_common()
+        )
+        lag = lags[variant]
         number = "–" if lag is None else f"{digits(lag.value)} (at most {digits(lag.high)})"
-        count = f"{failed[arm].total():,}"
-        table.append((arm, f"{sent[arm]:,}", count, number, reasons or "–"))
+        count = f"{failed[variant].total():,}"
+        table.append((variant, f"{sent[variant]:,}", count, number, reasons or "–"))
     yield Section(
         key="client",
         title="The client: lag and failures",
@@ -60,13 +65,13 @@ def order_plots(subject: Subject) -> Iterator[Section]:
         return
     spans: dict[str, list[Mark]] = {}
     for run in runs:
-        told = f"{run.point.label}, {run.profile.label}, block {run.block}"
+        told = f"{run.point.label}, {run.profile.label}, round {run.round}"
         began, ended = run.began / _MINUTE, run.ended / _MINUTE
-        spans.setdefault(run.arm, []).append(Mark(Estimate(began, began, ended), told))
+        spans.setdefault(run.variant, []).append(Mark(Estimate(began, began, ended), told))
     charts = [timeline("what ran when", subject.series(spans), "minutes from the start")]
     drift = _drift(subject)
     if drift:
-        head = "runs of each block against the same arm and cell"
+        head = "runs of each round against the same variant and cell"
         charts.append(
             dots(
                 head,
@@ -76,13 +81,13 @@ def order_plots(subject: Subject) -> Iterator[Section]:
                 centred=True,
             )
         )
-    table = [("minute", "arm", "what", "block", "seconds")]
+    table = [("minute", "variant", "what", "round", "seconds")]
     runs = sorted(runs, key=lambda run: run.began)
     first = runs[0].began
     for run in runs:
         minute, seconds = (run.began - first) / _MINUTE, run.ended - run.began
         what = f"{run.point.label}, {run.profile.label}"
-        table.append((f"{minute:.1f}", run.arm, what, str(run.block), digits(seconds)))
+        table.append((f"{minute:.1f}", run.variant, what, str(run.round), digits(seconds)))
     yield Section(
         key="order",
         title="The order of the runs",
@@ -90,22 +95,26 @@ def order_plots(subject: Subject) -> Iterator[Section]:
         pictures=tuple(charts),
         table=table,
         note=(
-            "Within a block the arms run in random order, so drift of the machine affects all "
-            "alike. Each run is compared with the median of its arm in its cell, by time per token "
-            "(or time to first token, where there is none); a block's mark is the median over its "
-            "runs, its bar their range."
+            "Within a round the variants run in random order, so drift of the machine affects all "
+            "alike. Each run is compared with the median of its variant in its cell, by time per "
+            "token (or time to first token, where there is none); a round's mark is the median "
+            "over its runs, its bar their range."
         ),
     )
 
 
-def _runs(subject: Subject, arm: str) -> list[Run]:
-    return [run for run in subject.result.runs if run.arm == arm]
+def _runs(subject: Subject, variant: str) -> list[Run]:
+    return [run for run in subject.result.runs if run.variant == variant]
 
 
-def _lag(subject: Subject, arm: str) -> Estimate | None:
+def _lag(subject: Subject, variant: str) -> Estimate | None:
     """Milliseconds."""
     return spread(
-        [one.lag_p99 * 1e3 for cell in subject.cells for one in cell.figures.get(arm, {}).values()]
+        [
+            one.lag_p99 * 1e3
+            for cell in subject.cells
+            for one in cell.figures.get(variant, {}).values()
+        ]
     )
 
 
@@ -116,7 +125,7 @@ def _reasons(runs: Sequence[Run]) -> Counter[str]:
 
 
 def _health(lags: Mapping[str, Estimate], failed: dict[str, Counter[str]], sent: int) -> str:
-    worst = max(lags, key=lambda arm: lags[arm].high)
+    worst = max(lags, key=lambda variant: lags[variant].high)
     late = f"The client was at most {digits(lags[worst].high)} ms late (p99, {worst})."
     reasons: Counter[str] = sum(failed.values(), Counter())
     if not reasons:
@@ -127,18 +136,18 @@ def _health(lags: Mapping[str, Estimate], failed: dict[str, Counter[str]], sent:
 
 
 def _drift(subject: Subject) -> dict[str, Estimate]:
-    """For each block, how much slower its runs were than the median of their arm and cell."""
+    """For each round, how much slower its runs were than the median of their variant and cell."""
     off: dict[int, list[float]] = {}
     for cell in subject.cells:
-        for arm, by_block in cell.figures.items():
-            metric = next((name for name in _DRIFT_METRICS if cell.spread(arm, name)), "")
-            middle = cell.spread(arm, metric)
-            if middle is None or len(by_block) < 2:
+        for variant, by_round in cell.figures.items():
+            metric = next((name for name in _DRIFT_METRICS if cell.spread(variant, name)), "")
+            middle = cell.spread(variant, metric)
+            if middle is None or len(by_round) < 2:
                 continue
-            for block, one in by_block.items():
+            for round, one in by_round.items():
                 if (value := one.values.get(metric)) is not None:
-                    off.setdefault(block, []).append((value / middle.value - 1) * 100)
-    found = {f"block {block}": spread(values) for block, values in sorted(off.items())}
+                    off.setdefault(round, []).append((value / middle.value - 1) * 100)
+    found = {f"round {round}": spread(values) for round, values in sorted(off.items())}
     return {name: one for name, one in found.items() if one is not None}
 
 
@@ -153,8 +162,8 @@ def _steadiness(drift: Mapping[str, Estimate]) -> str:
     apart = percent((drift[slowest].value - drift[fastest].value) / 100)
     furthest = max(abs(end) for one in drift.values() for end in (one.low, one.high)) / 100
     if apart == percent(0.0):
-        return f"No block was slower than another; runs were at most {percent(furthest)} % off."
+        return f"No round was slower than another; runs were at most {percent(furthest)} % off."
     return (
         f"Runs of {slowest} were {apart} % slower than those of {fastest} (medians); "
-        f"single runs were at most {percent(furthest)} % off the median of their arm and cell."
+        f"single runs were at most {percent(furthest)} % off the median of their variant and cell."
     )

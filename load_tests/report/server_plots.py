@@ -102,7 +102,7 @@ def cache_plots(subject: Subject) -> Iterator[Section]:
 def shift_plots(subject: Subject) -> Iterator[Section]:
     """What one context shift costs each encoding, in the workloads that had any."""
     for workload, totals in _totals(subject).items():
-        shifts = {arm: counted(one, "context_shifts_total") for arm, one in totals.items()}
+        shifts = {variant: counted(one, "context_shifts_total") for variant, one in totals.items()}
         if not any(shifts.values()):
             continue
         found = {name: _of(totals, figure) for name, figure in SHIFT.items()}
@@ -111,7 +111,7 @@ def shift_plots(subject: Subject) -> Iterator[Section]:
         if seconds:
             head = "time of one shift, ms"
             charts = (dots(head, {"": subject.rows(seconds)}, "milliseconds", plain), *charts)
-        means = {arm: one.value for arm, one in seconds.items()}
+        means = {variant: one.value for variant, one in seconds.items()}
         table = _table({"shifts": shifts, "ms per shift": means, **found})
         said = [_said(name, values) for name, values in found.items()]
         yield Section(
@@ -125,71 +125,78 @@ def shift_plots(subject: Subject) -> Iterator[Section]:
 
 
 def _totals(subject: Subject) -> Mapping[str, Mapping[str, Counters]]:
-    """Workload → arm → counters summed over its runs, of arms whose servers have counters."""
+    """Workload → variant → counters summed over its runs, where servers have counters."""
     totals: dict[str, dict[str, dict[str, float]]] = {}
     for run in _in_order(subject):
         if run.server is not None:
-            own = totals.setdefault(run.point.workload, {}).setdefault(run.arm, {})
+            own = totals.setdefault(run.point.workload, {}).setdefault(run.variant, {})
             for key, value in run.server.counters.items():
                 own[key] = own.get(key, 0.0) + value
     return totals
 
 
 def _in_order(subject: Subject) -> Iterator[Run]:
-    """Runs in the order of arms, because those of a block are in random order."""
-    for arm in subject.arms:
-        yield from (run for run in subject.result.runs if run.arm == arm)
+    """Runs in the order of variants, because those of a round are in random order."""
+    for variant in subject.variants:
+        yield from (run for run in subject.result.runs if run.variant == variant)
 
 
 def _of(totals: Mapping[str, Counters], figure: Figure) -> dict[str, float]:
-    found = {arm: figure(counters) for arm, counters in totals.items()}
-    return {arm: value for arm, value in found.items() if value is not None}
+    found = {variant: figure(counters) for variant, counters in totals.items()}
+    return {variant: value for variant, value in found.items() if value is not None}
 
 
 def _seconds(subject: Subject, workload: str) -> dict[str, Estimate]:
-    """Milliseconds per shift, for each arm."""
+    """Milliseconds per shift, for each variant."""
     found: dict[str, Estimate] = {}
-    for arm in subject.arms:
+    for variant in subject.variants:
         views = [
             run.server.counters
             for run in subject.result.runs
-            if run.arm == arm and run.point.workload == workload and run.server is not None
+            if run.variant == variant and run.point.workload == workload and run.server is not None
         ]
         means = [mean * 1e3 for view in views if (mean := _SHIFT_SECONDS(view)) is not None]
         if one := spread(means):
-            found[arm] = one
+            found[variant] = one
     return found
 
 
 def _bars(subject: Subject, found: Mapping[str, Mapping[str, float]]) -> tuple[Picture, ...]:
-    """One chart for each figure that any arm has above zero."""
+    """One chart for each figure that any variant has above zero."""
     return tuple(
-        bars(name, subject.rows({arm: Estimate(n, n, n) for arm, n in values.items()}))
+        bars(name, subject.rows({variant: Estimate(n, n, n) for variant, n in values.items()}))
         for name, values in found.items()
         if any(values.values())
     )
 
 
 def _table(found: Mapping[str, Mapping[str, float]]) -> Table:
-    arms = list(dict.fromkeys(arm for values in found.values() for arm in values))
+    variants = list(dict.fromkeys(variant for values in found.values() for variant in values))
     lines = [
-        (arm, *(digits(values[arm]) if arm in values else "–" for values in found.values()))
-        for arm in arms
+        (
+            variant,
+            *(digits(values[variant]) if variant in values else "–" for values in found.values()),
+        )
+        for variant in variants
     ]
-    return [("arm", *found), *lines]
+    return [("variant", *found), *lines]
 
 
 def _said(name: str, values: Mapping[str, float]) -> str:
-    """Which arms have which number: "Entries rewritten: 3,072 for rope, 0 for the others."."""
+    """Which variants have which number: "Entries rewritten: 3,072 for rope, 0 for the others."."""
     groups: dict[str, list[str]] = {}
-    for arm, value in sorted(values.items(), key=lambda pair: -pair[1]):
-        groups.setdefault(digits(value), []).append(arm)
+    for variant, value in sorted(values.items(), key=lambda pair: -pair[1]):
+        groups.setdefault(digits(value), []).append(variant)
     title = name[0].upper() + name[1:]
     if len(groups) == 1:
         (number,) = groups
-        return f"{title}: {number} for every arm." if len(values) > 1 else f"{title}: {number}."
+        return f"{title}: {number} for every variant." if len(values) > 1 else f"{title}: {number}."
     largest = max(reversed(groups), key=lambda number: len(groups[number]))
-    parts = [f"{number} for {listed(arms)}" for number, arms in groups.items() if number != largest]
+    parts = [
+        f"{number} for {listed(variants)}"
+        for number, variants in groups.items()
+        if number != largest
+    ]
     if len(parts) > 2:  # the table has them all
         return f"{title}: from {next(reversed(groups))} to {next(iter(groups))}."
     others = "the others" if len(groups[largest]) > 1 else groups[largest][0]
@@ -198,12 +205,12 @@ def _said(name: str, values: Mapping[str, float]) -> str:
 
 def _dearest_shift(seconds: Mapping[str, Estimate]) -> Iterator[str]:
     if len(seconds) > 1:
-        cheapest, *_, dearest = sorted(seconds, key=lambda arm: seconds[arm].value)
-        times = " and ".join(_time(arm, seconds[arm]) for arm in (dearest, cheapest))
+        cheapest, *_, dearest = sorted(seconds, key=lambda variant: seconds[variant].value)
+        times = " and ".join(_time(variant, seconds[variant]) for variant in (dearest, cheapest))
         yield f"A shift takes {times}."
 
 
-def _time(arm: str, found: Estimate) -> str:
+def _time(variant: str, found: Estimate) -> str:
     """4.1 ms (3.9 to 4.4) under rope"""
     ends = "" if found.low == found.high else f" ({digits(found.low)} to {digits(found.high)})"
-    return f"{digits(found.value)} ms{ends} under {arm}"
+    return f"{digits(found.value)} ms{ends} under {variant}"

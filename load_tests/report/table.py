@@ -10,7 +10,7 @@ from ropewalk.load_tests.report.plot import Subject, subject
 from ropewalk.load_tests.report.plots import plots
 
 _METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_tokens_per_s")
-_MAIN = "tpot_p50"  # compared with the zero
+_MAIN = "tpot_p50"  # compared with the baseline
 
 
 def tables(result: Result) -> str:
@@ -32,7 +32,7 @@ def all_warnings(result: Result) -> Iterator[str]:
     counts: dict[str, int] = {}
     for run in result.runs:
         for sentence in run.server.disagreements if run.server is not None else ():
-            counts[f"{run.arm}: {sentence}"] = counts.get(f"{run.arm}: {sentence}", 0) + 1
+            counts[f"{run.variant}: {sentence}"] = counts.get(f"{run.variant}: {sentence}", 0) + 1
     for sentence, count in counts.items():
         yield sentence if count == 1 else f"{sentence} ({count} runs)"
 
@@ -54,23 +54,23 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def _table(subject: Subject, cells: Sequence[Cell]) -> str:
-    header = ["", "arm", "ok/sent", *map(column, _METRICS)]
-    if subject.zero is not None:
-        header.append(f"{heading(_MAIN)} over {subject.zero}")
+    header = ["", "variant", "ok/sent", *map(column, _METRICS)]
+    if subject.baseline is not None:
+        header.append(f"{heading(_MAIN)} over {subject.baseline}")
     rows = [header]
     for cell in cells:
-        against = cell.against(subject.zero, subject.others, _MAIN)
-        for i, (arm, runs) in enumerate(cell.runs.items()):
+        against = cell.against(subject.baseline, subject.others, _MAIN)
+        for i, (variant, runs) in enumerate(cell.runs.items()):
             outcomes = [outcome for run in runs for outcome in run.outcomes]
             good = sum(outcome.error is None for outcome in outcomes)
-            row = ["" if i else cell.label, arm, f"{good}/{len(outcomes)}"]
-            row += [_median(cell, arm, metric) for metric in _METRICS]
-            if subject.zero is not None:
-                row.append(interval(against[arm]) if arm in against else "–")
+            row = ["" if i else cell.label, variant, f"{good}/{len(outcomes)}"]
+            row += [_median(cell, variant, metric) for metric in _METRICS]
+            if subject.baseline is not None:
+                row.append(interval(against[variant]) if variant in against else "–")
             rows.append(row)
     return aligned(rows, left=2)
 
 
-def _median(cell: Cell, arm: str, metric: str) -> str:
-    found = cell.spread(arm, metric)
+def _median(cell: Cell, variant: str, metric: str) -> str:
+    found = cell.spread(variant, metric)
     return "–" if found is None else number(metric, found.value)

@@ -1,4 +1,4 @@
-"""`ropewalk bench`: load under several arms, tables, result.json and report.html."""
+"""`ropewalk bench`: load under several variants, tables, result.json and report.html."""
 
 import argparse
 import asyncio
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, Unreachable, split_base_url
+from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, Variant, split_base_url
 from ropewalk.load_tests.client.environment import environment
-from ropewalk.load_tests.client.facts import Facts, arms_of, facts_of, least
+from ropewalk.load_tests.client.facts import Facts, facts_of, least, variants_of
 from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Profile, Result, Run
@@ -30,7 +30,7 @@ from ropewalk.load_tests.workload.prompts import Form, PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes, Workload
 
 _DEFAULT_VOCAB = 32_000
-ZERO = "nope"
+BASELINE = "nope"
 COULD_NOT = (NoSuccess, StartFailed, Unreachable, ValueError, OSError)
 
 
@@ -38,7 +38,7 @@ COULD_NOT = (NoSuccess, StartFailed, Unreachable, ValueError, OSError)
 class Measured:
     """The results so far, which are reported even if the load test is interrupted."""
 
-    arms: list[Arm] = field(default_factory=list)
+    variants: list[Variant] = field(default_factory=list)
     facts: dict[str, Facts] = field(default_factory=dict)
     environment: dict[str, object] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
@@ -97,14 +97,17 @@ def report(measured: Result, folder: Path) -> int:
 
 
 def as_result(command: str, args: argparse.Namespace, measured: Measured) -> Result:
-    """Everything measured, with the first arm as the baseline (zero)."""
-    arms = {arm.label: _about(arm, measured.facts[arm.label]) for arm in measured.arms}
+    """Everything measured, with the first variant as the baseline."""
+    variants = {
+        variant.label: _about(variant, measured.facts[variant.label])
+        for variant in measured.variants
+    }
     return Result(
         command=command,
         arguments={name: _plain(value) for name, value in vars(args).items() if name != "api_key"},
         environment=measured.environment,
-        arms=arms,
-        zero=measured.arms[0].label if len(arms) > 1 else None,
+        variants=variants,
+        baseline=measured.variants[0].label if len(variants) > 1 else None,
         runs=tuple(measured.runs),
         warnings=tuple(measured.warnings),
     )
@@ -115,28 +118,28 @@ async def _measure(args: argparse.Namespace, measured: Measured, progress: Progr
     context = args.context or needed_context(args.workload, sizes)
     if args.serve is not None:
         progress.start("starting servers")
-    async with arms_from(args, context, progress.note) as arms:
-        facts = {arm.label: await facts_of(arm) for arm in arms}
-        measured.arms, measured.facts = arms, facts
-        servers = {arm.server.url: arm.server for arm in arms}
+    async with variants_from(args, context, progress.note) as variants:
+        facts = {variant.label: await facts_of(variant) for variant in variants}
+        measured.variants, measured.facts = variants, facts
+        servers = {variant.server.url: variant.server for variant in variants}
         measured.environment = await environment(servers.values())
         sizes = sizes_within(sizes, facts.values())
         runner = Runner(prompts_for(args, facts.values()), sizes, args.seed, progress)
         measured.warnings = runner.warnings
-        await runner.warm_up(arms)
+        await runner.warm_up(variants)
         contexts = {label: each.context for label, each in facts.items()}
-        able = await runner.ask(arms, contexts, points(args.workload, sizes))
+        able = await runner.ask(variants, contexts, points(args.workload, sizes))
         if not able:
             raise ValueError(" ".join(runner.warnings))
-        loads = await under_profiles(able, args.profile or (), partial(runner.throughput, arms))
-        async for run in runner.measure(arms, loads, args.runs):
+        loads = await under_profiles(able, args.profile or (), partial(runner.throughput, variants))
+        async for run in runner.measure(variants, loads, args.runs):
             measured.runs.append(run)
 
 
 def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
     """`sizes` with the servers' own numbers: the largest context, the smallest of the others.
 
-    A load that needs the largest context leaves out arms that hold less, with a warning.
+    A load that needs the largest context leaves out variants that hold less, with a warning.
     """
     contexts = [each.context for each in facts if each.context is not None]
     return replace(
@@ -148,7 +151,7 @@ def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
 
 
 def prompts_for(args: argparse.Namespace, facts: Collection[Facts]) -> Callable[[str], PromptMaker]:
-    """Makes, from a seed, prompts that every arm accepts."""
+    """Makes, from a seed, prompts that every variant accepts."""
     form: Form = args.prompt_form or ("ids" if DIALECTS[args.dialect].token_ids else "text")
     vocabulary = least(each.vocab_size for each in facts) or _DEFAULT_VOCAB
     return lambda seed: PromptMaker(seed, form, vocabulary)
@@ -160,8 +163,8 @@ def _complaint(args: argparse.Namespace) -> str | None:
         return "--serve starts servers of its own: drop --base-url and --models, or --serve"
     if args.serve is not None and (args.dialect != "openai" or not args.ignore_eos):
         return "--dialect and --no-ignore-eos are for running servers: drop them, or --serve"
-    if args.serve is None and (args.encodings or args.arms or args.context):
-        return "--encodings, --arms and --context need --serve, such as --serve shape:smollm2"
+    if args.serve is None and (args.encodings or args.variants or args.context):
+        return "--encodings, --variants and --context need --serve, such as --serve shape:smollm2"
     random = args.serve is not None and args.serve.startswith("shape:")
     if random and any(workload.name == "extrapolate" for workload in args.workload):
         return "extrapolate needs a trained context, which random weights do not have: drop it"
@@ -183,12 +186,12 @@ def typed_again(program: Sequence[str], words: Sequence[str], seed: str) -> str:
     return shlex.join([*program, *kept])
 
 
-def _about(arm: Arm, facts: Facts) -> dict[str, object]:
+def _about(variant: Variant, facts: Facts) -> dict[str, object]:
     return {
-        "model": arm.server.model,
-        "encoding": arm.encoding,
-        "setting": arm.setting,
-        "url": arm.server.url,
+        "model": variant.server.model,
+        "encoding": variant.encoding,
+        "setting": variant.setting,
+        "url": variant.server.url,
         "context": facts.context,
         "trained_context": facts.trained_context,
         "vocab_size": facts.vocab_size,
@@ -212,33 +215,36 @@ def _plain(value: object) -> object:
 
 
 @asynccontextmanager
-async def arms_from(
+async def variants_from(
     args: argparse.Namespace, context: int, tell: Callable[[str], object]
-) -> AsyncIterator[list[Arm]]:
-    """The arms that the options name, the baseline (zero) first, while their servers run.
+) -> AsyncIterator[list[Variant]]:
+    """The variants that the options name, the baseline first, while their servers run.
 
     Started servers have room for `context` tokens. Raises Unreachable, StartFailed and ValueError.
     """
     if args.serve is None:
-        yield _zero_first(await _running(args))
+        yield _baseline_first(await _running(args))
         return
-    encodings = args.encodings or (() if args.arms else ENCODINGS)
+    encodings = args.encodings or (() if args.variants else ENCODINGS)
     with tempfile.TemporaryDirectory(prefix="ropewalk-bench-") as logs:
         async with serving(
             args.serve,
-            (ZERO, *(name for name in encodings if name != ZERO)),
-            args.arms,
+            (BASELINE, *(name for name in encodings if name != BASELINE)),
+            args.variants,
             Path(logs),
             context=context,
             timeout_s=args.timeout,
             tell=tell,
-        ) as arms:
+        ) as variants:
             limit = args.idle_timeout
-            yield [replace(arm, server=replace(arm.server, idle_s=limit)) for arm in arms]
+            yield [
+                replace(variant, server=replace(variant.server, idle_s=limit))
+                for variant in variants
+            ]
 
 
-async def _running(args: argparse.Namespace) -> list[Arm]:
-    arms: list[Arm] = []
+async def _running(args: argparse.Namespace) -> list[Variant]:
+    variants: list[Variant] = []
     addresses = dict.fromkeys(map(split_base_url, args.base_url or [DEFAULT_URL]))
     for host, port in addresses:
         server = Server(
@@ -250,15 +256,18 @@ async def _running(args: argparse.Namespace) -> list[Arm]:
             timeout_s=args.timeout,
             idle_s=args.idle_timeout,
         )
-        arms += await arms_of(server, args.models)
+        variants += await variants_of(server, args.models)
     if len(addresses) == 1:
-        return arms
-    return [replace(arm, label=f"{arm.label}@{arm.server.host}:{arm.server.port}") for arm in arms]
+        return variants
+    return [
+        replace(variant, label=f"{variant.label}@{variant.server.host}:{variant.server.port}")
+        for variant in variants
+    ]
 
 
-def _zero_first(arms: Iterable[Arm]) -> list[Arm]:
+def _baseline_first(variants: Iterable[Variant]) -> list[Variant]:
     """`nope` first, if it is there; the others in the user's order."""
-    return sorted(arms, key=lambda arm: arm.encoding != ZERO)
+    return sorted(variants, key=lambda variant: variant.encoding != BASELINE)
 
 
 if __name__ == "__main__":

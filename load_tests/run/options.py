@@ -34,8 +34,8 @@ Measure the speed of servers, and what positional encodings cost on them.
 The servers are already running (--base-url), or the benchmark starts and stops its own (--serve),
 which serve one decoder under each encoding. Every prompt is new, decoding is greedy, and a request
 counts only if exactly the requested number of tokens arrived and the stream ended properly. The
-arms (whatever is compared) take turns in random order, several times. Each difference between arms
-comes with an interval; one that could be chance is reported as "no difference".
+variants (whatever is compared) take turns in random order, several times. Each difference between
+variants comes with an interval; one that could be chance is reported as "no difference".
 """
 
 _EPILOG = """\
@@ -44,7 +44,7 @@ examples:
   ropewalk bench --workload chat --profile closed:8 --models smollm2 --slo ttft=2s,tpot=100ms
   ropewalk bench --base-url http://127.0.0.1:8000 --base-url http://127.0.0.1:9000
   ropewalk bench --serve shape:smollm2 --workload longctx --contexts 512,2k
-  ropewalk bench --serve shape:smollm2 --arms t5:window,t5:table,t5:materialised,rope:block
+  ropewalk bench --serve shape:smollm2 --variants t5:window,t5:table,t5:materialised,rope:block
   ropewalk bench --profile sweep --arrivals 64
   ropewalk bench compare before/result.json after/result.json --fail-on 'tpot_p99>+10%'
   ropewalk bench --profile-step --serve shape:smollm2
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_server_options(options)
-    _add_arm_options(options)
+    _add_variant_options(options)
     add_load_options(options)
     good = "report goodput: requests that meet all objectives, such as ttft=200ms,tpot=50ms"
     add(options, "--slo OBJECTIVES", _slo, None, good)
@@ -86,7 +86,7 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
     above = "one or more of those above"
     add(load, "--workload NAME,...", _workloads, "stream", f"{above} (default: stream)")
     add(load, "--profile PROFILE,...", _profiles, None, f"{above} (default: the workload's own)")
-    add(load, "--runs N", count, 5, "runs of every arm (default: 5)")
+    add(load, "--runs N", count, 5, "runs of every variant (default: 5)")
     lengths = "lengths in longctx (default: 512,2k,8k)"
     add(load, "--contexts N,...", counts, sizes.contexts, lengths)
     for name, meaning in _COUNTS.items():
@@ -155,19 +155,25 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_arm_options(options: argparse.ArgumentParser) -> None:
-    arms = options.add_argument_group("arms: what is compared, with nope as the zero")
+def _add_variant_options(options: argparse.ArgumentParser) -> None:
+    variants = options.add_argument_group("variants: what is compared, with nope as the baseline")
     every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
     first = "the first one of each"
     add(
-        arms,
+        variants,
         "--encodings NAME,...",
         _encodings,
         (),
         f"encodings for --serve, or package.module:Class (default: {every})",
     )
-    add(arms, "--arms NAME:SETTING,...", _arms, (), f"for --serve, one server each: {settings}")
-    add(arms, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
+    add(
+        variants,
+        "--variants NAME:SETTING,...",
+        _variants,
+        (),
+        f"for --serve, one server each: {settings}",
+    )
+    add(variants, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
 
 
 def add(
@@ -226,7 +232,7 @@ def _encodings(text: str) -> tuple[str, ...]:
     return names
 
 
-def _arms(text: str) -> tuple[str, ...]:
+def _variants(text: str) -> tuple[str, ...]:
     for name in (names := _names(text)):
         parse_setting(name)
     return names

@@ -1,4 +1,4 @@
-"""Runs every load under every arm: blocks in random order, each run from an empty prefix cache."""
+"""Runs every load under every variant: rounds in random order, each from an empty cache."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from ropewalk.load_tests.client import scrape
-from ropewalk.load_tests.client.client import Arm, Server, Unreachable, complete
+from ropewalk.load_tests.client.client import Server, Unreachable, Variant, complete
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Outcome, Plan, Point, Request, Run, ServerView
 from ropewalk.load_tests.run.serving import flush
@@ -28,11 +28,11 @@ _MESSAGE = re.compile(r'"message":\s*("(?:[^"\\]|\\.)*")')
 
 
 class NoSuccess(Exception):
-    """An arm answers no request properly; the message says which one and why."""
+    """A variant answers no request properly; the message says which one and why."""
 
 
 class Runner:
-    """Measures arms whose servers answer. `new_prompts` makes a source of prompts from a seed.
+    """Measures variants whose servers answer. `new_prompts` makes a source of prompts from a seed.
 
     `warnings` gathers what makes the figures doubtful, one sentence each.
     """
@@ -52,14 +52,14 @@ class Runner:
         self._unflushed: set[str] = set()
         self._refused: set[tuple[str, Point]] = set()
 
-    async def warm_up(self, arms: Sequence[Arm]) -> None:
-        """Send each arm short requests, so that no run pays for initialisation on first use.
+    async def warm_up(self, variants: Sequence[Variant]) -> None:
+        """Send each variant short requests, so that no run pays for initialisation on first use.
 
-        Raises NoSuccess when an arm answers none of them properly.
+        Raises NoSuccess when a variant answers none of them properly.
         """
         prompts = self._new_prompts(f"{self._seed}/warm-up")
-        for arm in arms:
-            self._progress.start(f"warming up {arm.label}")
+        for variant in variants:
+            self._progress.start(f"warming up {variant.label}")
             short = [
                 Request(
                     prompts.prompt(_WARM_UP_PROMPT_TOKENS),
@@ -68,119 +68,120 @@ class Runner:
                 )
                 for _ in range(_WARM_UP_REQUESTS)
             ]
-            outcomes = await asyncio.gather(*(complete(arm.server, each) for each in short))
+            outcomes = await asyncio.gather(*(complete(variant.server, each) for each in short))
             if all(outcome.error is not None for outcome in outcomes):
-                raise NoSuccess(f"{arm.label} at {arm.server.url}: {outcomes[0].error}")
-            await self._try_to_flush(arm)
+                raise NoSuccess(f"{variant.label} at {variant.server.url}: {outcomes[0].error}")
+            await self._try_to_flush(variant)
 
     async def ask(
-        self, arms: Sequence[Arm], contexts: Mapping[str, int | None], loads: Sequence[Load]
+        self, variants: Sequence[Variant], contexts: Mapping[str, int | None], loads: Sequence[Load]
     ) -> list[Load]:
-        """The loads that at least one arm can run; remembers which arm cannot run which.
+        """The loads that at least one variant can run; remembers which variant cannot run which.
 
-        `contexts` is how many tokens each arm has room for, None if unknown.
+        `contexts` is how many tokens each variant has room for, None if unknown.
         """
         prompts = self._new_prompts(f"{self._seed}/asked")
         able: dict[Load, None] = {}
         for load in loads:
             plan = load.plan(prompts, self._sizes)
             refusals: dict[str, list[str]] = {}
-            for arm in arms:
-                reason = await why_not(arm.server, contexts[arm.label], plan)
+            for variant in variants:
+                reason = await why_not(variant.server, contexts[variant.label], plan)
                 if reason is None:
                     able[load] = None
                 else:
-                    self._refused.add((arm.label, load.point))
-                    refusals.setdefault(reason, []).append(arm.label)
+                    self._refused.add((variant.label, load.point))
+                    refusals.setdefault(reason, []).append(variant.label)
             for reason, labels in refusals.items():
                 self.warn(f"Left out of {load.point.label}: {', '.join(labels)}; {reason}.")
         return list(able)
 
     async def measure(
-        self, arms: Sequence[Arm], loads: Sequence[Load], blocks: int
+        self, variants: Sequence[Variant], loads: Sequence[Load], rounds: int
     ) -> AsyncIterator[Run]:
-        """`blocks` runs of every arm under every load, yielded as they end.
+        """`rounds` runs of every variant under every load, yielded as they end.
 
-        The orders of loads and arms are random, from the seed, so that drift of the machine
-        affects all arms alike. All arms of a block get the same token ids; each block has its own.
+        The orders of loads and variants are random, from the seed, so that drift of the machine
+        affects all variants alike. All variants of a round get the same token ids; each round has
+        its own.
         """
-        able = sum(self._can(arm, load) for load in loads for arm in arms)
-        self._progress.schedule(blocks * able)
-        for block in range(blocks):
-            async for run in self.block(arms, loads, block, f"block {block + 1} of {blocks}"):
+        able = sum(self._can(variant, load) for load in loads for variant in variants)
+        self._progress.schedule(rounds * able)
+        for round in range(rounds):
+            async for run in self.round(variants, loads, round, f"round {round + 1} of {rounds}"):
                 yield run
 
-    async def block(
-        self, arms: Sequence[Arm], loads: Sequence[Load], block: int, title: str
+    async def round(
+        self, variants: Sequence[Variant], loads: Sequence[Load], round: int, title: str
     ) -> AsyncIterator[Run]:
-        """One run of every arm under every load. Seed and number determine prompts and order."""
-        order = random.Random(f"{self._seed}/{block}/order")
-        prompts = self._new_prompts(f"{self._seed}/{block}")
+        """One run of every variant under every load. Seed and number give prompts and order."""
+        order = random.Random(f"{self._seed}/{round}/order")
+        prompts = self._new_prompts(f"{self._seed}/{round}")
         planned = [(load, load.plan(prompts, self._sizes)) for load in loads]
         for load, plan in order.sample(planned, len(planned)):
-            able = [arm for arm in arms if self._can(arm, load)]
-            for arm in order.sample(able, len(able)):
-                self._progress.start(f"{title}, {arm.label}, {load.label}")
-                yield await self.run(arm, load, plan, block)
+            able = [variant for variant in variants if self._can(variant, load)]
+            for variant in order.sample(able, len(able)):
+                self._progress.start(f"{title}, {variant.label}, {load.label}")
+                yield await self.run(variant, load, plan, round)
                 self._progress.finish()
 
-    async def throughput(self, arms: Sequence[Arm], load: Load) -> float:
-        """Requests per second, including ramp and drain, of one run of the first arm that can.
+    async def throughput(self, variants: Sequence[Variant], load: Load) -> float:
+        """Requests per second, including ramp and drain, of one run of the first variant that can.
 
         Raises NoSuccess.
         """
-        arm = next(arm for arm in arms if self._can(arm, load))
-        self._progress.start(f"finding the rates, {arm.label}, {load.label}")
+        variant = next(variant for variant in variants if self._can(variant, load))
+        self._progress.start(f"finding the rates, {variant.label}, {load.label}")
         prompts = self._new_prompts(f"{self._seed}/{load.label}")
-        run = await self.run(arm, load, load.plan(prompts, self._sizes), 0)
+        run = await self.run(variant, load, load.plan(prompts, self._sizes), 0)
         served = sum(outcome.error is None for outcome in run.outcomes)
         if not served:
-            raise NoSuccess(f"{arm.label} under {load.label}: {run.outcomes[0].error}")
+            raise NoSuccess(f"{variant.label} under {load.label}: {run.outcomes[0].error}")
         return served / (run.ended - run.began)
 
-    async def run(self, arm: Arm, load: Load, plan: Plan, block: int) -> Run:
+    async def run(self, variant: Variant, load: Load, plan: Plan, round: int) -> Run:
         """One run, whether or not its requests succeed."""
-        if arm.label not in self._unflushed:
-            await self._try_to_flush(arm)
+        if variant.label not in self._unflushed:
+            await self._try_to_flush(variant)
         answered = 0
 
         async def send(request: Request, intended: float) -> Outcome:
             nonlocal answered
-            outcome = await complete(arm.server, request, intended)
+            outcome = await complete(variant.server, request, intended)
             answered += 1
             self._progress.answered(answered, len(plan.requests), outcome.output_tokens)
             return outcome
 
-        seed = f"{self._seed}/{block}/{load.label}"
-        async with _watching(_impatient(arm.server)) as watched:
+        seed = f"{self._seed}/{round}/{load.label}"
+        async with _watching(_impatient(variant.server)) as watched:
             driven = await drive(plan, load.profile, seed, send)
-        self._check_hits(f"{arm.label}, {load.label}", plan, driven.outcomes)
+        self._check_hits(f"{variant.label}, {load.label}", plan, driven.outcomes)
         return Run(
-            arm=arm.label,
+            variant=variant.label,
             point=load.point,
             profile=load.profile,
-            block=block,
+            round=round,
             outcomes=driven.outcomes,
             steady_from=driven.steady_from,
             steady_to=driven.steady_to,
             server=await watched(driven.outcomes),
         )
 
-    def _can(self, arm: Arm, load: Load) -> bool:
-        return (arm.label, load.point) not in self._refused
+    def _can(self, variant: Variant, load: Load) -> bool:
+        return (variant.label, load.point) not in self._refused
 
-    async def _try_to_flush(self, arm: Arm) -> None:
+    async def _try_to_flush(self, variant: Variant) -> None:
         try:
-            await flush(_impatient(arm.server))
+            await flush(_impatient(variant.server))
         except Unreachable as error:
-            if arm.label not in self._unflushed:
+            if variant.label not in self._unflushed:
                 reason = str(error).partition(": {")[0]  # without the body
                 self.warn(
-                    f"The prefix cache of {arm.label} was not emptied between runs ({reason}). "
+                    f"The prefix cache of {variant.label} was not emptied between runs ({reason}). "
                     "New prompts miss it all the same, but those of a file are the same in every "
                     "run."
                 )
-            self._unflushed.add(arm.label)
+            self._unflushed.add(variant.label)
 
     def _check_hits(self, where: str, plan: Plan, outcomes: Sequence[Outcome]) -> None:
         """Warn of unexpected hits, if every request was served and the server reports its hits."""

@@ -1,8 +1,8 @@
 """Starts and stops the servers of a comparison of encodings: one process per setting.
 
-Arms differ only in the encoding: weights (except its own), context and number of cached tokens are
-the same. A bias form or RoPE frame is an option of the whole server, so each has a process of its
-own. So has the trained family's learned model: its table of positions ends with the trained
+Variants differ only in the encoding: weights (except its own), context and number of cached tokens
+are the same. A bias form or RoPE frame is an option of the whole server, so each has a process of
+its own. So has the trained family's learned model: its table of positions ends with the trained
 context, and a server asked for a longer one does not start. All others share one process.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, fetch, get_json
+from ropewalk.load_tests.client.client import DIALECTS, Server, Variant, fetch, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 
 PROGRAM = (sys.executable, "-m", "ropewalk", "serve")
@@ -28,7 +28,7 @@ SETTINGS = {
     "t5": ("form", ("window", "table", "materialised")),
     "rope": ("frame", ("absolute", "raw", "block")),
 }
-_MEMORY_SHARE = 0.25  # of the free memory, for keys and values of all arms
+_MEMORY_SHARE = 0.25  # of the free memory, for keys and values of all variants
 
 
 def parse_serve(text: str) -> str:
@@ -73,19 +73,19 @@ async def serving(
     context: int,
     timeout_s: float = 600.0,
     tell: Callable[[str], object] = lambda line: None,
-) -> AsyncIterator[list[Arm]]:
-    """Arms whose servers answer: the encodings, then the settings, in the order given.
+) -> AsyncIterator[list[Variant]]:
+    """Variants whose servers answer: the encodings, then the settings, in the order given.
 
     `context` bounds prompt and answer together, in tokens, for all but a trained table of
-    positions. All arms share a quarter of the free memory for keys and values equally. Servers
+    positions. All variants share a quarter of the free memory for keys and values equally. Servers
     write to files in `logs`; `tell` is called with what is being waited for. Nothing is left
     running, even after an error, an interrupt or SIGTERM. Raises StartFailed, and ValueError for
     an unknown setting.
     """
     groups = _groups(source, encodings, settings, timeout_s)
-    by_label = {arm.label: arm for group in groups for arm in group.arms}
-    arms = [by_label[label] for label in (*encodings, *settings)]
-    kv_bytes = _free_share(len(arms))
+    by_label = {variant.label: variant for group in groups for variant in group.variants}
+    variants = [by_label[label] for label in (*encodings, *settings)]
+    kv_bytes = _free_share(len(variants))
     with terminated_as_interrupted(), ExitStack() as stopping:
         running: list[ServerProcess] = []
         for group in groups:
@@ -97,7 +97,7 @@ async def serving(
             await started.answers(group.server, tell)
             if not group.own_context:
                 await _check_context(group, context)
-        yield arms
+        yield variants
 
 
 async def flush(server: Server) -> None:
@@ -108,10 +108,10 @@ async def flush(server: Server) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Arms that share a process."""
+    """Variants that share a process."""
 
     server: Server  # without a choice among its models
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     flags: tuple[str, ...] = ()
     own_context: bool = False  # the trained context of its models, not the one asked for
 
@@ -122,13 +122,13 @@ def _groups(
     def group(*labels: str, setting: str = "", own_context: bool = False) -> _Group:
         """The models are named by the labels."""
         server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=timeout_s)
-        arms = tuple(
-            Arm(label, replace(server, model=label), label.removesuffix(f":{setting}"), setting)
+        variants = tuple(
+            Variant(label, replace(server, model=label), label.removesuffix(f":{setting}"), setting)
             for label in labels
         )
-        option = f"{SETTINGS[arms[0].encoding][0]}={setting}" if setting else ""
+        option = f"{SETTINGS[variants[0].encoding][0]}={setting}" if setting else ""
         flags = ("--encoding-option", option) if setting else ()
-        return _Group(server, arms, flags, own_context)
+        return _Group(server, variants, flags, own_context)
 
     apart = TABLE if source == FAMILY else None
     shared = [name for name in encodings if name != apart]
@@ -139,14 +139,17 @@ def _groups(
 
 
 def _start(source: str, group: _Group, logs: Path, context: int, kv_bytes: int) -> ServerProcess:
-    words = [*PROGRAM, *(f"{arm.label}={model_of(source, arm.encoding)}" for arm in group.arms)]
+    words = [
+        *PROGRAM,
+        *(f"{variant.label}={model_of(source, variant.encoding)}" for variant in group.variants),
+    ]
     words += ["--host", group.server.host, "--port", str(group.server.port)]
     words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
-    words += ["--kv-memory", str(kv_bytes * len(group.arms))]
+    words += ["--kv-memory", str(kv_bytes * len(group.variants))]
     if not group.own_context:
         words += ["--max-model-len", str(context)]
     words += ["--request-timeout", f"{group.server.timeout_s:g}", *group.flags]
-    title = ", ".join(arm.label for arm in group.arms)
+    title = ", ".join(variant.label for variant in group.variants)
     return process.start(title, words, logs / f"{group.server.port}.log")
 
 
@@ -157,13 +160,13 @@ async def _check_context(group: _Group, context: int) -> None:
         if model["max_model_len"] < context:
             raise StartFailed(
                 f"{model['id']} has room for {model['max_model_len']} tokens instead of the "
-                f"{context} that the workload needs; ask for shorter contexts or fewer arms"
+                f"{context} that the workload needs; ask for shorter contexts or fewer variants"
             )
 
 
-def _free_share(arms: int) -> int:
+def _free_share(variants: int) -> int:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * _MEMORY_SHARE) // max(arms, 1)
+    return int(free * _MEMORY_SHARE) // max(variants, 1)
 
 
 @contextmanager

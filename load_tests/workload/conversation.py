@@ -18,9 +18,9 @@ def conversation(
     later turns add a quarter of the former. A turn that would not fit into `context` tokens starts
     a new conversation.
 
-    Answers are made up because every arm must get the same token ids. A made-up one differs from
-    the real one before the next block is full, since lengths are multiples of 4 and so leave at
-    least 4 tokens of that block to it.
+    Answers are made up because every variant must get the same token ids. A made-up one differs
+    from the real one before the next block is full, since lengths are multiples of 4 and so leave
+    at least 4 tokens of that block to it.
     """
     requests: list[Request] = []
     length = 0

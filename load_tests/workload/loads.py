@@ -14,7 +14,7 @@ LEAST_CONTEXT = 256  # tokens of a started server, whatever is measured: the war
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every arm gets in a block: a workload at one of its sizes, under a profile."""
+    """What every variant gets in a block: a workload at one of its sizes, under a profile."""
 
     workload: Workload
     point: Point
@@ -51,7 +51,7 @@ async def under_profiles(
     """Each of `loads` under each profile, or its workload's own; a sweep's are found by measuring.
 
     `throughput` measures requests per second. A load named twice (2k and 2048, or sync and a
-    sweep, which includes it) is kept once: each arm has one run of a load in a block.
+    sweep, which includes it) is kept once: each variant has one run of a load in a round.
     """
     found: list[Load] = []
     for load in loads:

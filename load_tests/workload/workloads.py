@@ -1,7 +1,8 @@
 """The workloads: which requests a run sends. Knows neither HTTP nor results.
 
-The seed of the prompts determines everything. A plan is made once per run and sent to every arm,
-so every arm gets the same token ids, and no server gets a prompt twice, except from a file.
+The seed of the prompts determines everything. A plan is made once per run and sent to every
+variant, so every variant gets the same token ids, and no server gets a prompt twice, except from a
+file.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,8 +40,8 @@ class Sizes:
     contexts: tuple[int, ...] = (512, 2048, 8192)  # of longctx
     requests_per_worker: int = 4  # of sync and closed
     arrivals: int = 32  # of open loops
-    context: int = 2048  # the largest `max_model_len` of the arms
-    trained_context: int = 2048  # the smallest of the arms
+    context: int = 2048  # the largest `max_model_len` of the variants
+    trained_context: int = 2048  # the smallest of the variants
     block_size: int | None = 16  # of their caches; None if unknown: then no hits are predicted
 
 

@@ -18,9 +18,9 @@ from ropewalk.cache.types import Fork, NoRoom, OpReport
 from ropewalk.model.config import Pooling
 from ropewalk.server.errors import (
     CacheChanged,
+    FormFailed,
     InvalidField,
     PromptTooLong,
-    RequestFailed,
     ServeError,
 )
 from ropewalk.server.scheduling.context_shift import CacheOperations, ContextShifter
@@ -642,7 +642,7 @@ class Scheduler:
         if request.matcher is not None:
             try:
                 forced = request.matcher.advance(result.token, self._most_forced(request))
-            except RequestFailed as error:
+            except FormFailed as error:
                 self._end(request, FinishReason.ERROR, now)
                 return [_failure(request, error)]
         results = [result, *map(Sampled, forced)]

@@ -80,7 +80,7 @@ class StructuredOutputs(_Strict):
     json_object: bool | None = None
     whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
     disable_any_whitespace: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: bool | None = None  # where a schema does not speak of them
     disable_fallback: bool | None = None  # there is none
     structural_tag: None = None
 

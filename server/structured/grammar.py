@@ -1,6 +1,6 @@
 """What an answer has to look like. Plain data: knows no library of grammars."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -34,15 +34,72 @@ class Grammar:
     param: str = field(default="response_format", compare=False)  # the client's field, for errors
 
 
-def spaced(schema: Any, whitespace: str | None = None) -> Any:
-    """A JSON schema that tells llguidance which white space may stand between the parts of JSON.
+def prepared(schema: Any, whitespace: str | None = None) -> Any:
+    """A JSON schema for llguidance: closed, and with the white space that may stand in JSON.
 
-    What is no schema stays as it is, for llguidance to say why.
+    What is no schema stays as it is, for llguidance to say why. Raises RecursionError where it is
+    nested too deeply.
     """
     schema = {} if schema is True else schema
     given = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
     if not isinstance(given, Mapping):
         return schema
+    schema = _closed(schema, within=not any(map(_composes, _schemas(schema))))
     pattern = WHITESPACE if whitespace is None else whitespace
     own = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return {**schema, "x-guidance": {**own, **given}}
+
+
+def _closed(schema: Any, within: bool = True) -> Any:
+    """With objects that have the properties that are named, unless a schema speaks of others.
+
+    Small models like to make others up, and do not end. What is left satisfies the schema.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    closed = {key: _changed(key, value) if within else value for key, value in schema.items()}
+    names, required = schema.get("properties"), schema.get("required", [])
+    named = isinstance(names, Mapping) and isinstance(required, list)
+    if named and not _OTHERS & set(schema) and set(map(str, required)) <= set(names or ()):
+        closed["additionalProperties"] = False
+    return closed
+
+
+def _changed(keyword: str, value: Any) -> Any:
+    if keyword in _TABLES and isinstance(value, Mapping):
+        return {name: _closed(each) for name, each in value.items()}
+    if keyword in _LISTS and isinstance(value, list):
+        return [_closed(each) for each in value]
+    return _closed(value) if keyword in _SINGLE else value
+
+
+def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
+    """It and all within it."""
+    if isinstance(schema, Mapping):
+        yield schema
+        for keyword, value in schema.items():
+            if keyword in _TABLES and isinstance(value, Mapping):
+                inner: Iterable[Any] = value.values()
+            else:
+                inner = value if keyword in _LISTS and isinstance(value, list) else [value]
+            for each in inner if keyword in _TABLES | _LISTS | _SINGLE else ():
+                yield from _schemas(each)
+
+
+def _composes(schema: Mapping[str, Any]) -> bool:
+    """Whether several schemas may speak of one object, so that none of them names everything."""
+    keywords, all_of = set(schema), schema.get("allOf")
+    return bool(
+        keywords & _BESIDE
+        or (isinstance(all_of, list) and len(all_of) > 1)
+        or (keywords & _INSTEAD and keywords & {"properties", "required"})
+    )
+
+
+_BESIDE = {"not", "if", "dependentSchemas", "$dynamicRef"}
+_INSTEAD = {"allOf", "anyOf", "oneOf", "$ref"}
+_OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+_OTHERS |= _BESIDE | _INSTEAD
+_TABLES = {"properties", "$defs", "definitions"}
+_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
+_SINGLE = {"items", "additionalProperties"}

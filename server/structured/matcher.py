@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from time import thread_time
 from typing import Any, Protocol
 
-from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.errors import RequestFailed
+from ropewalk.model.sampling import SamplingParams, allows
+from ropewalk.server.errors import FormFailed
 
 # What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
 # grammar made to be slow holds up a step by some milliseconds and then fails.
@@ -62,7 +62,7 @@ class Matcher:
     def advance(self, token: int, most: int) -> list[int]:
         """Take the answer's next token; returns up to `most` tokens that must follow it.
 
-        Raises RequestFailed where no token can follow, or finding it out takes too long.
+        Raises FormFailed where no token can follow, or finding it out takes too long.
         """
         began = thread_time()
         forced: list[int] = []
@@ -73,7 +73,7 @@ class Matcher:
         self._find_mask()
         self._late += max(0, thread_time() - began - SLOW)
         if self._late > PATIENCE:
-            raise RequestFailed(
+            raise FormFailed(
                 "the form that this answer must have takes too long to follow; simplify it"
             )
         return forced
@@ -85,7 +85,7 @@ class Matcher:
             return
         mask = None if state.is_error() else mask_of(state)
         if mask is None:
-            raise RequestFailed(
+            raise FormFailed(
                 "no token of this model continues the answer in the form that it must have, or "
                 "finding one takes too long; simplify that form"
             )
@@ -108,15 +108,16 @@ def any_but(mask: bytes, ends: Collection[int]) -> bool:
 
 def without(mask: bytes, held: Collection[int]) -> bytes:
     """The mask without some tokens, unless it has no others."""
-    if not held:
-        return mask
     left = _cleared(mask, held)
-    return bytes(left) if left != bytes(len(left)) else mask
+    return mask if left == bytes(len(left)) else left
 
 
-def _cleared(mask: bytes, tokens: Collection[int]) -> bytearray:
+def _cleared(mask: bytes, tokens: Collection[int]) -> bytes:
+    """The mask without some tokens: the same object where it has none of them, as is usual."""
+    present = [token for token in tokens if allows(mask, token)]
+    if not present:
+        return mask
     left = bytearray(mask)
-    for token in tokens:
-        if token >> 3 < len(left):
-            left[token >> 3] &= ~(1 << (token & 7))
-    return left
+    for token in present:
+        left[token >> 3] &= ~(1 << (token & 7))
+    return bytes(left)

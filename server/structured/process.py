@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from llguidance.gbnf_to_lark import any_to_lark
 
 from ropewalk.model.confined.inside import answer
-from ropewalk.server.structured.grammar import Kind, spaced
+from ropewalk.server.structured.grammar import Kind, prepared
 from ropewalk.server.structured.matcher import LIMITS, mask_of
 from ropewalk.server.structured.vocabulary import read
 
@@ -87,9 +87,9 @@ def written(kind: Kind, text: str, whitespace: str | None) -> str:
 def _schema(kind: Kind, text: str, whitespace: str | None) -> Any:
     try:
         schema = {"type": "object"} if kind is Kind.JSON_OBJECT else json.loads(text)
+        return prepared(schema, whitespace)
     except (ValueError, RecursionError):
         raise Refused("the schema is not JSON, or is nested too deeply") from None
-    return spaced(schema, whitespace)
 
 
 def _reason(error: str) -> str:

@@ -94,6 +94,11 @@ def lines(entry: EncodingFacts, width: int) -> Iterator[str]:
 def rows(entry: EncodingFacts) -> Iterator[tuple[str, str]]:
     """Label and text of each row."""
     yield "hooks", ", ".join(entry.hooks) or "none"
+    if entry.in_python:
+        yield (
+            "in Python",
+            f"{', '.join(entry.in_python)}: each step leaves the CPU's kernels for it",
+        )
     label = "options"
     for name, meaning in entry.options.items():
         yield label, f"{name}: {meaning}"

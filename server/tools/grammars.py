@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ropewalk.model.tokenizers.base import Tokenizer
-from ropewalk.server.structured.grammar import Grammar, Kind, spaced
+from ropewalk.server.structured.grammar import Grammar, Kind, prepared
 from ropewalk.server.tools.formats import SPECIAL, Format
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the functions' names
@@ -36,7 +36,7 @@ def calls_or_form(
         answers.append(f"{lark.spelled(written.begin)} call {more} {lark.spelled(written.end)}")
     if form is not None:
         try:
-            schema = spaced(json.loads(form.text or '{"type": "object"}'), form.whitespace)
+            schema = prepared(json.loads(form.text or '{"type": "object"}'), form.whitespace)
         except (ValueError, RecursionError):
             return form  # for the compiler to refuse
         answers.append(f"{lark.spelled(format.text)} form")
@@ -86,7 +86,7 @@ class _Lark:
     def call(self, schemas: Schemas, format: Format, before: str) -> str:
         for index, (name, schema) in enumerate(schemas.items()):
             head = self.spelled(f"{before}{name}{format.written.middle}")
-            arguments = f"%json {json.dumps(_object(schema))}"
+            arguments = f"%json {json.dumps(prepared({'type': 'object', **schema}))}"
             after = self.spelled(format.written.after)
             self.rules.append(f"call_{index}: {head} arguments_{index} {after}")
             self.rules.append(f"arguments_{index}: {arguments}")
@@ -119,21 +119,3 @@ class _Lark:
             if len(tokens) == 1 and not self._tokenizer.token_bytes(tokens[0], first=False):
                 return tokens[0]
         return None
-
-
-# Schemas with one of these may allow, or demand, properties that are named elsewhere.
-_OPEN = {"additionalProperties", "unevaluatedProperties", "patternProperties", "$ref", "not", "if"}
-_OPEN |= {"allOf", "anyOf", "oneOf", "dependentSchemas"}
-
-
-def _object(schema: Mapping[str, Any]) -> Any:
-    """Arguments are an object, whether or not their schema says so, of the properties it names.
-
-    A function has no use for others, which small models like to make up.
-    """
-    schema = schema if "type" in schema else {"type": "object", **schema}
-    names, required = schema.get("properties"), schema.get("required", [])
-    closed = isinstance(names, Mapping) and isinstance(required, list) and not _OPEN & set(schema)
-    if closed and set(map(str, required)) <= set(names or ()):
-        schema = {**schema, "additionalProperties": False}
-    return spaced(schema)

@@ -1,4 +1,4 @@
-"""Made-up results: arms whose times follow a formula, so that the truth is known."""
+"""Made-up results: variants whose times follow a formula, so that the truth is known."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from ropewalk.load_tests.common.types import Outcome, Point, Profile, Result, Ru
 
 SYNC = Profile("sync")
 TOKENS = 8  # of an answer
-PER_TOKEN = 0.010  # seconds of the zero at a context of 0
+PER_TOKEN = 0.010  # seconds of the baseline at a context of 0
 ENCODINGS = {
     "nope": {"model": "m-nope", "encoding": "nope"},
     "rope": {"model": "m-rope", "encoding": "rope"},
@@ -25,35 +25,36 @@ def result(
     points: Sequence[Point],
     profiles: Sequence[Profile] = (SYNC,),
     *,
-    blocks: int = 4,
+    rounds: int = 4,
     noise: float = 0.002,
-    arms: Mapping[str, Mapping[str, object]] | None = None,
-    zero: str | None = "nope",
+    variants: Mapping[str, Mapping[str, object]] | None = None,
+    baseline: str | None = "nope",
 ) -> Result:
-    """Every step of an arm takes its factor times the zero's time, plus noise."""
+    """Every step of a variant takes its factor times the baseline's time, plus noise."""
     dice = random.Random(5)
     runs: list[Run] = []
     now = 100.0
-    for block in range(blocks):
+    for round in range(rounds):
         for point in points:
             for profile in profiles:
-                for arm in dice.sample(sorted(factors), len(factors)):
-                    step = PER_TOKEN * factors[arm] * _slower(point, profile)
+                for variant in dice.sample(sorted(factors), len(factors)):
+                    step = PER_TOKEN * factors[variant] * _slower(point, profile)
                     step *= 1 + dice.gauss(0, noise)
-                    runs.append(run(arm, point, profile, block, now, step))
+                    runs.append(run(variant, point, profile, round, now, step))
                     now = runs[-1].steady_to + 0.5
     return Result(
         command="ropewalk bench --workload longctx",
         arguments={"seed": 0},
         environment={"processor": "two cores", "commit": "1234abc"},
-        arms=arms or {arm: ENCODINGS.get(arm, {"encoding": arm}) for arm in factors},
-        zero=zero if zero in factors and len(factors) > 1 else None,
+        variants=variants
+        or {variant: ENCODINGS.get(variant, {"encoding": variant}) for variant in factors},
+        baseline=baseline if baseline in factors and len(factors) > 1 else None,
         runs=tuple(runs),
         warnings=(),
     )
 
 
-def run(arm: str, point: Point, profile: Profile, block: int, now: float, step: float) -> Run:
+def run(variant: str, point: Point, profile: Profile, round: int, now: float, step: float) -> Run:
     """Four requests, one after the other, each chunk one token."""
     outcomes: list[Outcome] = []
     start = now
@@ -65,14 +66,14 @@ def run(arm: str, point: Point, profile: Profile, block: int, now: float, step: 
             Outcome(now, now + 1e-4, end, chunks, point.context or 128, TOKENS, cached_tokens=0)
         )
         now = end
-    return Run(arm, point, profile, block, tuple(outcomes), start, now)
+    return Run(variant, point, profile, round, tuple(outcomes), start, now)
 
 
-def failed(whole: Result, arm: str, error: str) -> Result:
-    """The same, but every request of one arm failed."""
+def failed(whole: Result, variant: str, error: str) -> Result:
+    """The same, but every request of one variant failed."""
     runs = [
         replace(one, outcomes=tuple(replace(o, chunks=(), error=error) for o in one.outcomes))
-        if one.arm == arm
+        if one.variant == variant
         else one
         for one in whole.runs
     ]
@@ -82,9 +83,10 @@ def failed(whole: Result, arm: str, error: str) -> Result:
 def counted(
     whole: Result, counters: Mapping[str, Mapping[str, float]], *disagreements: str
 ) -> Result:
-    """The same, with what each arm's server counted in every run."""
+    """The same, with what each variant's server counted in every run."""
     runs = [
-        replace(one, server=ServerView(counters[one.arm], {}, disagreements)) for one in whole.runs
+        replace(one, server=ServerView(counters[one.variant], {}, disagreements))
+        for one in whole.runs
     ]
     return replace(whole, runs=tuple(runs))
 

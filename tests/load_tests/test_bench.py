@@ -45,19 +45,19 @@ def test_a_table_and_both_files(capsys, tmp_path):
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<svg" in page
     assert "tiny" in page
-    assert [run["arm"] for run in result["runs"]] == ["tiny", "tiny"]
-    assert result["zero"] is None
-    assert "block 2 of 2, tiny, stream sync" in captured.err
+    assert [run["variant"] for run in result["runs"]] == ["tiny", "tiny"]
+    assert result["baseline"] is None
+    assert "round 2 of 2, tiny, stream sync" in captured.err
     # ids stay inside the vocabulary that /v1/models tells
     assert max(max(body["prompt"]) for body in running.bodies) < 1000
     prompts = [str(body["prompt"]) for body in running.bodies]
     assert len(set(prompts)) == len(prompts) == 4 + 2 * 2
 
 
-def test_models_are_arms_that_get_the_same_prompts(capsys, tmp_path):
+def test_models_are_variants_that_get_the_same_prompts(capsys, tmp_path):
     status, _, result, running = measure(capsys, tmp_path, "--models", "tiny,other")
     assert status == 0
-    assert (list(result["arms"]), result["zero"]) == (["tiny", "other"], "tiny")
+    assert (list(result["variants"]), result["baseline"]) == (["tiny", "other"], "tiny")
     sent = {
         name: [body["prompt"] for body in measured_bodies(running) if body["model"] == name]
         for name in ("tiny", "other")
@@ -65,15 +65,15 @@ def test_models_are_arms_that_get_the_same_prompts(capsys, tmp_path):
     assert sent["tiny"] == sent["other"]
 
 
-def test_the_arm_without_an_encoding_is_the_zero(capsys, tmp_path):
+def test_the_variant_without_an_encoding_is_the_baseline(capsys, tmp_path):
     cards = [{"id": "r", "encoding": "rope"}, {"id": "n", "encoding": "nope"}]
 
     def answer(path, body):
         return whole("200 OK", {"data": cards}) if path == "/v1/models" else good(path, body)
 
     _, _, result, _ = measure(capsys, tmp_path, "--models", "r,n", answer=answer)
-    assert result["zero"] == "n"
-    assert result["arms"]["r"]["encoding"] == "rope"
+    assert result["baseline"] == "n"
+    assert result["variants"]["r"]["encoding"] == "rope"
 
 
 def test_servers_are_told_apart(capsys, tmp_path):
@@ -82,7 +82,7 @@ def test_servers_are_told_apart(capsys, tmp_path):
         status, _, result, first = measure(capsys, tmp_path, "--base-url", url)
     assert status == 0
     ports = [first.port, second.port]
-    assert list(result["arms"]) == [f"tiny@127.0.0.1:{port}" for port in ports]
+    assert list(result["variants"]) == [f"tiny@127.0.0.1:{port}" for port in ports]
     assert len(measured_bodies(first)) == len(measured_bodies(second)) == 4
 
 
@@ -91,7 +91,7 @@ def test_a_server_named_twice_is_one(capsys, tmp_path):
         url = f"http://127.0.0.1:{running.port}"
         options = ("--base-url", url, "--base-url", f"{url}/v1", *SMALL, "--runs", "1")
         assert main([*options, "--out", str(tmp_path)]) == 0
-    assert list(read(tmp_path / "result.json").arms) == ["tiny"]
+    assert list(read(tmp_path / "result.json").variants) == ["tiny"]
 
 
 def test_several_workloads_and_profiles(capsys, tmp_path):

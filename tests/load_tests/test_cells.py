@@ -15,15 +15,15 @@ def test_cells_are_in_the_order_of_context_and_load():
     assert [cell.load for cell in cells(made)] == [1, 0.5, 2]
 
 
-def test_a_cell_has_its_runs_by_arm_in_the_order_of_the_result():
-    made = result({"t5": 1.5, "nope": 1}, longctx(512, 2048), blocks=3)
+def test_a_cell_has_its_runs_by_variant_in_the_order_of_the_result():
+    made = result({"t5": 1.5, "nope": 1}, longctx(512, 2048), rounds=3)
     first, second = cells(made)
     assert list(first.runs) == ["t5", "nope"]
     assert [len(runs) for runs in second.runs.values()] == [3, 3]
 
 
-def test_figures_spread_over_the_runs_and_compare_with_the_zero():
-    made = result({"nope": 1, "t5": 1.5}, longctx(512), blocks=5)
+def test_figures_spread_over_the_runs_and_compare_with_the_baseline():
+    made = result({"nope": 1, "t5": 1.5}, longctx(512), rounds=5)
     (cell,) = cells(made)
     one = cell.spread("t5", "itl_p50")
     assert one is not None
@@ -33,20 +33,20 @@ def test_figures_spread_over_the_runs_and_compare_with_the_zero():
     assert against.verdict == "slower"
 
 
-def test_an_arm_is_not_compared_with_itself_nor_without_a_zero():
+def test_a_variant_is_not_compared_with_itself_nor_without_a_baseline():
     (cell,) = cells(result({"nope": 1, "t5": 1.5}, longctx(512)))
     assert list(cell.against("nope", ["nope", "t5", "absent"], "itl_p50")) == ["t5"]
     assert cell.against(None, ["t5"], "itl_p50") == {}
 
 
 def test_verdicts_of_one_cell_are_corrected_together():
-    arms = {"nope": 1.0, "a little": 1.01} | {f"arm {i}": 1.0 for i in range(30)}
-    (cell,) = cells(result(arms, longctx(512)))
+    variants = {"nope": 1.0, "a little": 1.01} | {f"another {i}": 1.0 for i in range(30)}
+    (cell,) = cells(result(variants, longctx(512)))
     assert cell.against("nope", ["a little"], "itl_p50")["a little"].verdict == "slower"
-    assert cell.against("nope", arms, "itl_p50")["a little"].verdict == "no difference"
+    assert cell.against("nope", variants, "itl_p50")["a little"].verdict == "no difference"
 
 
-def test_an_arm_that_served_nothing_has_no_figures():
+def test_a_variant_that_served_nothing_has_no_figures():
     (cell,) = cells(failed(result({"nope": 1, "t5": 1}, longctx(512)), "t5", "status 500"))
     assert cell.spread("t5", "output_tokens_per_s") is None
     assert cell.against("nope", ["t5"], "output_tokens_per_s")["t5"].verdict == "unknown"

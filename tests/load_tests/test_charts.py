@@ -18,8 +18,8 @@ from ropewalk.report.figure import PAGE, SMALL, looks
 from ropewalk.report.statistics import Estimate
 from ropewalk.report.svg import svg
 
-ARMS = ["nope", "rope", 'a<b & "c"', "t5:materialised"]
-LOOKS = looks(ARMS, "nope")
+VARIANTS = ["nope", "rope", 'a<b & "c"', "t5:materialised"]
+LOOKS = looks(VARIANTS, "nope")
 
 
 def flat(value: float) -> Estimate:
@@ -28,19 +28,23 @@ def flat(value: float) -> Estimate:
 
 def series(factor: float = 1.0) -> list[Series]:
     marks = {
-        arm: [
+        variant: [
             Mark(Estimate(y := factor * (i + x / 512), y - 0.1, y + 0.1), "x", x=x)
             for x in (512, 4096)
         ]
-        for i, arm in enumerate(ARMS)
+        for i, variant in enumerate(VARIANTS)
     }
-    return [Series(arm, LOOKS[arm], own) for arm, own in marks.items()]
+    return [Series(variant, LOOKS[variant], own) for variant, own in marks.items()]
 
 
 def rows(*values: float) -> list[Series]:
     return [
-        Series(arm, LOOKS[arm], [Mark(Estimate(v, v - 1, v + 1), "", f"{v:+g} %", hollow=v < 2)])
-        for arm, v in zip(ARMS, values, strict=True)
+        Series(
+            variant,
+            LOOKS[variant],
+            [Mark(Estimate(v, v - 1, v + 1), "", f"{v:+g} %", hollow=v < 2)],
+        )
+        for variant, v in zip(VARIANTS, values, strict=True)
     ]
 
 
@@ -77,7 +81,8 @@ def ways(text: str) -> list[list[tuple[float, float]]]:
 
 
 SPANS = [
-    Series(arm, LOOKS[arm], [Mark(Estimate(i, i, i + 0.9), arm)]) for i, arm in enumerate(ARMS)
+    Series(variant, LOOKS[variant], [Mark(Estimate(i, i, i + 0.9), variant)])
+    for i, variant in enumerate(VARIANTS)
 ]
 CHARTS = {
     "lines": lines("a title", series(), "tokens", plain),
@@ -107,10 +112,10 @@ def test_a_chart_is_well_formed_named_and_within_its_borders(chart):
         assert 0 <= float(text.attrib["y"]) <= high
 
 
-def test_every_arm_is_named_beside_its_data_and_names_do_not_touch(chart):
+def test_every_variant_is_named_beside_its_data_and_names_do_not_touch(chart):
     texts = elements(chart, "text")
-    assert set(ARMS) <= {text.text for text in texts}
-    heights = sorted(float(text.attrib["y"]) for text in texts if text.text in ARMS)
+    assert set(VARIANTS) <= {text.text for text in texts}
+    heights = sorted(float(text.attrib["y"]) for text in texts if text.text in VARIANTS)
     assert all(after - before >= SMALL for before, after in pairwise(heights))
 
 
@@ -174,7 +179,7 @@ def test_labels_below_do_not_touch():
     assert all(right <= left for (_, right), (left, _) in pairwise(edges))
 
 
-def test_one_point_and_one_arm_are_drawn_too():
+def test_one_point_and_one_variant_are_drawn_too():
     found = drawn(lines("", [Series("rope", LOOKS["rope"], [Mark(flat(1), "", x=8)])], "", plain))
     assert ">8<" in found
 

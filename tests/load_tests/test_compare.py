@@ -9,7 +9,7 @@ from tests.load_tests.made_up import failed, longctx, result
 
 FACTORS = {"nope": 1.0, "rope": 1.05, "t5": 1.3}
 POINTS = longctx(512, 2048)
-BEFORE = result(FACTORS, POINTS, blocks=5)
+BEFORE = result(FACTORS, POINTS, rounds=5)
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def compare(tmp_path, capsys):
     return run
 
 
-def lines_of(text, arm, metric="tpot_p50"):
-    return [line for line in text.splitlines() if f" {arm} " in line and f" {metric} " in line]
+def lines_of(text, variant, metric="tpot_p50"):
+    return [line for line in text.splitlines() if f" {variant} " in line and f" {metric} " in line]
 
 
 def test_the_same_again_is_no_difference(compare):
@@ -39,8 +39,8 @@ def test_the_same_again_is_no_difference(compare):
     assert "tpot_p99>+0.1% does not hold" in text
 
 
-def test_one_arm_that_got_slower(compare):
-    status, text = compare(result({**FACTORS, "t5": 1.56}, POINTS, blocks=5))
+def test_one_variant_that_got_slower(compare):
+    status, text = compare(result({**FACTORS, "t5": 1.56}, POINTS, rounds=5))
     assert status == 0  # no condition was given
     assert all("+20." in line or "+19." in line for line in lines_of(text, "t5"))
     assert all(": slower" in line for line in lines_of(text, "t5"))
@@ -60,7 +60,7 @@ def test_one_arm_that_got_slower(compare):
     ],
 )
 def test_a_condition_decides_the_status(compare, condition, status):
-    slower = result({**FACTORS, "t5": 1.56}, POINTS, blocks=5)
+    slower = result({**FACTORS, "t5": 1.56}, POINTS, rounds=5)
     found, text = compare(slower, "--fail-on", condition)
     assert found == status
     if status:
@@ -68,16 +68,18 @@ def test_a_condition_decides_the_status(compare, condition, status):
 
 
 def test_a_condition_needs_the_interval_behind_it(compare):
-    noisy = result({**FACTORS, "t5": 1.4}, POINTS, blocks=3, noise=0.3)
+    noisy = result({**FACTORS, "t5": 1.4}, POINTS, rounds=3, noise=0.3)
     status, text = compare(noisy, "--fail-on", "tpot_p50>+5%")
     assert status == 0
     assert all(": no difference" in line for line in lines_of(text, "t5"))
 
 
-def test_a_slower_machine_shows_in_the_zero_alone(compare):
-    slower = result({arm: 1.4 * factor for arm, factor in FACTORS.items()}, POINTS, blocks=5)
+def test_a_slower_machine_shows_in_the_baseline_alone(compare):
+    slower = result(
+        {variant: 1.4 * factor for variant, factor in FACTORS.items()}, POINTS, rounds=5
+    )
     status, text = compare(slower, "--fail-on", "tpot_p50>+10%")
-    assert status == 1  # of the zero
+    assert status == 1  # of the baseline
     assert all(": slower" in line for line in lines_of(text, "nope"))
     assert all(": no difference" in line for line in lines_of(text, "t5"))
     _, plain = compare(slower, "--plain")
@@ -85,7 +87,7 @@ def test_a_slower_machine_shows_in_the_zero_alone(compare):
 
 
 def test_what_is_in_one_result_alone_is_said(compare):
-    status, text = compare(result({"nope": 1.0, "alibi": 1.1}, longctx(512, 8192), blocks=5))
+    status, text = compare(result({"nope": 1.0, "alibi": 1.1}, longctx(512, 8192), rounds=5))
     assert status == 0
     assert "Only in the first result: rope, t5." in text
     assert "Only in the second result: alibi." in text
@@ -97,7 +99,7 @@ def test_another_machine_is_said(compare):
     assert "two cores and one core; the results come from different machines" in text
 
 
-def test_an_arm_that_fails_never_passes(compare):
+def test_a_variant_that_fails_never_passes(compare):
     status, text = compare(failed(BEFORE, "t5", "status 500"), "--fail-on", "tpot_p50>+10%")
     assert status == 2
     assert "nothing can be concluded about longctx 512 sync t5" in text
@@ -105,16 +107,16 @@ def test_an_arm_that_fails_never_passes(compare):
 
 
 def test_few_runs_conclude_nothing(compare):
-    few = result(FACTORS, POINTS, blocks=2)
+    few = result(FACTORS, POINTS, rounds=2)
     status, text = compare(few, "--fail-on", "tpot_p50>+10%")
     assert status == 2
     assert "Unknown for longctx 512 sync nope, longctx 512 sync rope" in text
-    assert "2 blocks have this figure" in text
+    assert "2 rounds have this figure" in text
 
 
-def test_one_arm_without_a_zero(compare):
-    alone = result({"nope": 1.0}, POINTS, blocks=5)
-    status, text = compare(result({"nope": 2.0}, POINTS, blocks=5), before=alone)
+def test_one_variant_without_a_baseline(compare):
+    alone = result({"nope": 1.0}, POINTS, rounds=5)
+    status, text = compare(result({"nope": 2.0}, POINTS, rounds=5), before=alone)
     assert status == 0
     assert all(": slower" in line and line.endswith(" –") for line in lines_of(text, "nope"))
 
@@ -128,7 +130,7 @@ def test_unusable_input_is_named(tmp_path, capsys):
     assert main([str(tmp_path / "none.json"), str(good)]) == 2
     write(bad, result({"alibi": 1.0}, POINTS))
     assert main([str(good), str(bad)]) == 2
-    assert "no arm was measured at the same point" in capsys.readouterr().err
+    assert "no variant was measured at the same point" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["tpot_p99", "tpot_p99>10%", "tpot_p98>+10%", "tpot_p99>-10%", ""])

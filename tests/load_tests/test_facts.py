@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, Unreachable
-from ropewalk.load_tests.client.facts import Facts, arms_of, facts_of, least
+from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, Variant
+from ropewalk.load_tests.client.facts import Facts, facts_of, least, variants_of
 from tests.load_tests.sse_server import good, serving, whole
 
 CARDS = {
@@ -26,38 +26,38 @@ def ask(question, answer=ours, dialect="openai"):
         return asyncio.run(question(Server("127.0.0.1", running.port, DIALECTS[dialect])))
 
 
-def test_an_arm_for_each_model_asked_for():
-    arms = ask(lambda server: arms_of(server, ("n", "r")))
-    assert [(arm.label, arm.server.model, arm.encoding) for arm in arms] == [
+def test_a_variant_for_each_model_asked_for():
+    variants = ask(lambda server: variants_of(server, ("n", "r")))
+    assert [(variant.label, variant.server.model, variant.encoding) for variant in variants] == [
         ("n", "n", "nope"),
         ("r", "r", "rope"),
     ]
 
 
 def test_the_first_model_where_none_is_asked_for():
-    (arm,) = ask(lambda server: arms_of(server, ()))
-    assert arm.label == "r"
+    (variant,) = ask(lambda server: variants_of(server, ()))
+    assert variant.label == "r"
 
 
 def test_a_wrong_model_names_the_right_ones():
     with pytest.raises(Unreachable, match=r"no model 'x'; its models are: r, n"):
-        ask(lambda server: arms_of(server, ("x",)))
+        ask(lambda server: variants_of(server, ("x",)))
 
 
 @pytest.mark.parametrize("answer", [{"data": []}, [], {"data": ["x"]}])
 def test_a_server_without_models(answer):
     with pytest.raises(Unreachable, match="serves no model"):
-        ask(lambda server: arms_of(server, ()), lambda path, body: whole("200 OK", answer))
+        ask(lambda server: variants_of(server, ()), lambda path, body: whole("200 OK", answer))
 
 
 def test_transformers_is_not_asked_what_it_serves():
-    (arm,) = ask(lambda server: arms_of(server, ()), dialect="transformers")
-    assert (arm.label, arm.server.model) == ("transformers", None)
+    (variant,) = ask(lambda server: variants_of(server, ()), dialect="transformers")
+    assert (variant.label, variant.server.model) == ("transformers", None)
 
 
 def test_facts_are_the_models_own():
     async def facts(server: Server) -> list[Facts]:
-        return [await facts_of(arm) for arm in await arms_of(server, ("r", "n"))]
+        return [await facts_of(variant) for variant in await variants_of(server, ("r", "n"))]
 
     assert ask(facts) == [Facts(64, 32, 300, 16), Facts(None, None, None, 32)]
 
@@ -65,7 +65,7 @@ def test_facts_are_the_models_own():
 def test_a_server_that_says_little():
     async def facts(server: Server) -> Facts:
         return await facts_of(
-            Arm("a", Server(server.host, server.port, server.dialect, "tiny"), "")
+            Variant("a", Server(server.host, server.port, server.dialect, "tiny"), "")
         )
 
     assert ask(facts, good) == Facts(vocab_size=1000)

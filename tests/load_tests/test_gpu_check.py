@@ -12,7 +12,7 @@ from ropewalk.load_tests.gpu import check, parts, peer
 from ropewalk.load_tests.gpu.check import main
 from ropewalk.load_tests.micro import in_process, roofline
 from ropewalk.load_tests.micro.roofline import weight_bytes
-from ropewalk.load_tests.micro.step_cost import AGAIN, ARMS
+from ropewalk.load_tests.micro.step_cost import AGAIN, VARIANTS
 from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.server import hardware
 
@@ -71,7 +71,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
             each["work"] != "step" and each["system"] == "ropewalk"
         )
     assert [each["work"] for each in found["encodings"]] == ["decode", "prefill"]
-    assert [cost["arm"] for cost in found["encodings"][0]["costs"]] == [*ARMS, AGAIN]
+    assert [cost["variant"] for cost in found["encodings"][0]["costs"]] == [*VARIANTS, AGAIN]
 
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|tiny|")]
     assert [row[1:3] for row in rows] == [

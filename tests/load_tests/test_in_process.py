@@ -6,7 +6,7 @@ import torch
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.micro import in_process
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes, step
-from ropewalk.load_tests.micro.step_cost import ARMS
+from ropewalk.load_tests.micro.step_cost import VARIANTS
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.alibi import ALiBi
 from ropewalk.model.encodings.base import EncodingError, MaterialisedBias, TableBias
@@ -15,8 +15,8 @@ from tests.model.tiny import program_of
 CPU = torch.device("cpu")
 
 
-def made(kernels, arms=ARMS) -> dict[str, Decoder]:
-    return decoders("small", arms, context=64, dtype=torch.float32, device=CPU, kernels=kernels)
+def made(kernels, variants=VARIANTS) -> dict[str, Decoder]:
+    return decoders("small", variants, context=64, dtype=torch.float32, device=CPU, kernels=kernels)
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +29,21 @@ def plain():
     return made("not asked for")
 
 
-def test_one_decoder_for_each_arm(every):
-    assert list(every) == list(ARMS)
+def test_one_decoder_for_each_variant(every):
+    assert list(every) == list(VARIANTS)
     assert isinstance(every["alibi"].encoding, ALiBi)
     assert type(every["t5"].encoding.score_bias()) is TableBias
     assert type(every["t5:materialised"].encoding.score_bias()) is MaterialisedBias
     assert every["rope"].encoding.rotation() is None
-    frames = [every[arm].encoding.rotation().frame for arm in ("rope:raw", "rope:block")]
+    frames = [every[variant].encoding.rotation().frame for variant in ("rope:raw", "rope:block")]
     assert frames == ["raw", "block"]
 
 
 def test_weights_are_the_same_tensors(plain):
     first = program_of(plain["nope"]).weights
-    for arm, decoder in plain.items():
+    for variant, decoder in plain.items():
         for name, weight in program_of(decoder).weights.items():
-            assert weight is first[name], (arm, name)
+            assert weight is first[name], (variant, name)
     assert first["embed.weight"] is first["head.weight"]
 
 
@@ -53,8 +53,8 @@ def test_panels_are_the_same_tensors(every):
         return [each.data_ptr() for name, each in held.items() if name.endswith(".panels")]
 
     assert len(set(panels(every["nope"]))) == 4 * 4 + 1  # of four layers, and the head
-    for arm in ARMS:
-        assert panels(every[arm]) == panels(every["nope"])
+    for variant in VARIANTS:
+        assert panels(every[variant]) == panels(every["nope"])
 
 
 def test_logits_are_those_of_a_decoder_by_itself(every, kernels):
@@ -62,9 +62,9 @@ def test_logits_are_those_of_a_decoder_by_itself(every, kernels):
     kv = new_cache(every["nope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
     batch = step(2, 40, 3, CPU)
     seen = []
-    for arm in ("t5", "rope:block", "learned"):
-        (alone,) = made(kernels, (arm,)).values()
-        logits = every[arm](batch, kv)
+    for variant in ("t5", "rope:block", "learned"):
+        (alone,) = made(kernels, (variant,)).values()
+        logits = every[variant](batch, kv)
         assert torch.equal(logits, alone(batch, kv))
         assert logits.isfinite().all()
         seen.append(logits)
@@ -74,7 +74,9 @@ def test_logits_are_those_of_a_decoder_by_itself(every, kernels):
 def test_forms_compute_the_same(every):
     kv = new_cache(every["nope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
     batch = step(2, 40, 1, CPU)
-    window, table, dense = (every[arm](batch, kv) for arm in ("t5", "t5:table", "t5:materialised"))
+    window, table, dense = (
+        every[variant](batch, kv) for variant in ("t5", "t5:table", "t5:materialised")
+    )
     torch.testing.assert_close(window, table)
     torch.testing.assert_close(window, dense)
 
@@ -88,14 +90,14 @@ def test_decode_steps_are_replayed_where_there_is_a_recorder(plain, monkeypatch)
         return compute
 
     kv = new_cache(plain["rope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
-    arms = {arm: plain[arm] for arm in ("nope", "rope")}
-    asked = [call() for call in passes(arms, kv, 2, 40, rows=1).values()]
+    variants = {variant: plain[variant] for variant in ("nope", "rope")}
+    asked = [call() for call in passes(variants, kv, 2, 40, rows=1).values()]
     assert recorded == []
     monkeypatch.setattr(in_process, "recorder", lambda decoder: record)
-    found = [call() for call in passes(arms, kv, 2, 40, rows=1).values()]
+    found = [call() for call in passes(variants, kv, 2, 40, rows=1).values()]
     assert len(recorded) == 2
     torch.testing.assert_close(found, asked)
-    passes(arms, kv, 1, 40, rows=8)
+    passes(variants, kv, 1, 40, rows=8)
     assert len(recorded) == 2  # a prompt's pass is computed as it comes
 
 

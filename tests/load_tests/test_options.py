@@ -21,7 +21,7 @@ def test_lists_are_separated_by_commas():
     args = parsed("--workload", "chat,longctx", "--profile", "closed:4, sweep")
     assert [workload.name for workload in args.workload] == ["chat", "longctx"]
     assert args.profile == (Profile("closed", concurrency=4), "sweep")
-    assert parsed("--arms", "t5:table,rope:block").arms == ("t5:table", "rope:block")
+    assert parsed("--variants", "t5:table,rope:block").variants == ("t5:table", "rope:block")
     assert parsed("--encodings", "rope,rope,t5").encodings == ("rope", "t5")
 
 
@@ -40,7 +40,7 @@ def test_sizes_take_thousands():
         (["--workload", "file:/none"], "/none"),
         (["--profile", "closed:0"], "'closed:0' is no profile"),
         (["--serve", "nothing"], "'nothing' cannot be served"),
-        (["--arms", "t5:fast"], "'t5:fast' is no bias form"),
+        (["--variants", "t5:fast"], "'t5:fast' is no bias form"),
         (["--encodings", "rope,morse"], "there is no encoding 'morse'"),
         (["--models", "a,,b"], "empty name"),
         (["--slo", "ttft=200"], "'ttft=200' is no objective"),

@@ -76,8 +76,8 @@ def test_it_says_what_was_measured_and_how_to_do_it_again():
     text = whole()
     assert "<code>ropewalk bench --workload longctx</code>" in text
     assert "1234abc" in text
-    assert "nope (the zero), rope, t5" in text
-    assert "24, in 4 blocks" in text
+    assert "nope (the baseline), rope, t5" in text
+    assert "24, in 4 rounds" in text
     assert "m-t5" in text
 
 
@@ -91,7 +91,7 @@ def test_findings_are_listed_first_with_a_link_to_their_plot():
 
 
 def test_warnings_and_disagreements_are_there_each_once():
-    counters = {arm: {} for arm in THREE}
+    counters = {variant: {} for variant in THREE}
     text = page(
         replace(
             counted(LONGCTX, counters, "the server counted 3 tokens more."),
@@ -106,9 +106,9 @@ def test_warnings_and_disagreements_are_there_each_once():
 
 
 def test_what_others_wrote_is_escaped():
-    arms = {HOSTILE: {"encoding": HOSTILE, "model": HOSTILE}, "nope": ENCODINGS["nope"]}
+    variants = {HOSTILE: {"encoding": HOSTILE, "model": HOSTILE}, "nope": ENCODINGS["nope"]}
     points = [Point("chat", HOSTILE)]
-    whole = result({HOSTILE: 1.5, "nope": 1}, points, arms=arms)
+    whole = result({HOSTILE: 1.5, "nope": 1}, points, variants=variants)
     whole = failed(whole, "nope", HOSTILE)
     whole = counted(whole, {HOSTILE: {}, "nope": {}}, HOSTILE)
     whole = replace(
@@ -128,21 +128,23 @@ SETTINGS = {
     "whole",
     [
         failed(
-            result(dict.fromkeys(SETTINGS, 1), longctx(512, 2048), arms=SETTINGS), "t5:table", "e"
+            result(dict.fromkeys(SETTINGS, 1), longctx(512, 2048), variants=SETTINGS),
+            "t5:table",
+            "e",
         ),
         result({"rope": 1}, longctx(512, 2048)),
         failed(failed(failed(LONGCTX, "nope", "e"), "rope", "e"), "t5", "e"),
         replace(LONGCTX, runs=()),
     ],
-    ids=["one setting served", "one arm", "nothing served", "nothing measured"],
+    ids=["one setting served", "one variant", "nothing served", "nothing measured"],
 )
 def test_a_page_of_little(whole):
     assert "h1" in tags(page(whole))
 
 
-def test_eight_arms_stay_small():
-    eight = {"nope": 1} | {f"arm {i}": 1 + i / 50 for i in range(7)}
-    assert len(page(result(eight, longctx(512, 1024, 2048, 4096, 8192), blocks=5))) < 400_000
+def test_eight_variants_stay_small():
+    eight = {"nope": 1} | {f"variant {i}": 1 + i / 50 for i in range(7)}
+    assert len(page(result(eight, longctx(512, 1024, 2048, 4096, 8192), rounds=5))) < 400_000
 
 
 @pytest.fixture

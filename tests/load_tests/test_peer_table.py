@@ -17,31 +17,31 @@ from ropewalk.load_tests.workload.prompts import PromptMaker
 STEP = {"ropewalk:a": 0.010, "quick:a": 0.012, "slow:a": 0.030}
 
 
-def run(arm: str, name: str, block: int, step: float) -> Run:
+def run(variant: str, name: str, round: int, step: float) -> Run:
     """Two requests of 101 tokens, one after the other; the first token takes ten steps."""
     row = ROWS[name]
     outcomes = []
     for start in (0.0, 110 * step):
         chunks = tuple((start + (10 + i) * step, i + 1) for i in range(101))
         outcomes.append(Outcome(start, start, start + 110 * step, chunks, 64, 101))
-    return Run(arm, row.load.point, row.profile, block, tuple(outcomes), 0.0, 220 * step)
+    return Run(variant, row.load.point, row.profile, round, tuple(outcomes), 0.0, 220 * step)
 
 
 def result(runs: list[Run], lives: dict[str, list[dict]] | None = None) -> Result:
-    arms = {arm: {} for arm in STEP}
+    variants = {variant: {} for variant in STEP}
     environment = {PROCESSES: lives or {}, WEIGHT_BYTES: 1000}
-    return Result("", {}, environment, arms, "ropewalk:a", tuple(runs), ())
+    return Result("", {}, environment, variants, "ropewalk:a", tuple(runs), ())
 
 
 def life(**shown: float) -> dict[str, float]:
     return asdict(Lifetime(0, 1.0, 1, 1, 1.0)) | shown
 
 
-def every(name: str, blocks: int) -> list[Run]:
+def every(name: str, rounds: int) -> list[Run]:
     return [
-        run(arm, name, block, step * (1 + block / 10))
-        for block in range(blocks)
-        for arm, step in STEP.items()
+        run(variant, name, round, step * (1 + round / 10))
+        for round in range(rounds)
+        for variant, step in STEP.items()
     ]
 
 
@@ -52,7 +52,7 @@ def line(text: str, title: str) -> str:
 
 def test_a_rate_is_compared_with_the_best_of_the_others():
     text = peer_table(result(every("one", 3)))
-    # Blocks drift alike, so their ratios are equal: 1.2 for the quicker of the others.
+    # Rounds drift alike, so their ratios are equal: 1.2 for the quicker of the others.
     assert line(text, "one stream") == (
         "one stream, 128 in, 128 out tokens/s 90.9 75.8 30.3 quick:a 1.20 (1.20 to 1.20)"
     )
@@ -82,8 +82,8 @@ def test_a_run_with_a_failure_has_no_figure():
 
 
 def test_a_stream_is_told_as_a_share_of_what_memory_allows():
-    lives = {arm: [life(read_bytes_per_s=200_000)] for arm in STEP}
-    text = peer_table(result(every("one", 2), lives))  # of the second block there is no reading
+    lives = {variant: [life(read_bytes_per_s=200_000)] for variant in STEP}
+    text = peer_table(result(every("one", 2), lives))  # of the second round there is no reading
     assert line(text, "one stream, of the bound") == (
         "one stream, of the bound % 50.0 41.7 16.7 quick:a 1.20 (too few runs for an interval)"
     )
@@ -93,8 +93,8 @@ def test_a_stream_is_told_as_a_share_of_what_memory_allows():
 
 def test_start_and_memory_are_better_when_less():
     lives = {
-        arm: [life(start_s=step * 100, loaded_bytes=2**20, used_bytes=2**21)]
-        for arm, step in STEP.items()
+        variant: [life(start_s=step * 100, loaded_bytes=2**20, used_bytes=2**21)]
+        for variant, step in STEP.items()
     }
     text = peer_table(result([], lives))
     few = "quick:a 1.20 (too few runs for an interval)"

@@ -20,16 +20,19 @@ def test_two_systems_take_turns(capsys, monkeypatch, tmp_path):
     options += ["--requests-per-worker", "2", "--model", str(tmp_path), "--out", str(out)]
     assert main([*BASE, *options]) == 0
     result = json.loads((out / "result.json").read_text())
-    assert (list(result["arms"]), result["zero"]) == (["ropewalk:a", "ropewalk:b"], "ropewalk:a")
-    turns = [(run["block"], run["arm"][-1]) for run in result["runs"]]
-    assert turns == [(block, arm) for block in (0, 1) for arm in "ab" for _ in range(2)]
+    assert (list(result["variants"]), result["baseline"]) == (
+        ["ropewalk:a", "ropewalk:b"],
+        "ropewalk:a",
+    )
+    turns = [(run["round"], run["variant"][-1]) for run in result["runs"]]
+    assert turns == [(round, variant) for round in (0, 1) for variant in "ab" for _ in range(2)]
     printed = capsys.readouterr().out
     assert "ropewalk:a is better by" in printed
     for title in ("one stream, 128 in", "of the bound", "8 conc", "start to first", "memory after"):
         assert title in printed
     assert "prefill of 1,024" not in printed
     lives = result["environment"]["processes"]["ropewalk:b"]
-    assert [life["block"] for life in lives] == [0, 1]
+    assert [life["round"] for life in lives] == [0, 1]
     assert all(life["start_s"] > 0 and life["loaded_bytes"] > 1 << 20 for life in lives)
     assert (out / "report.html").exists()
 
@@ -48,7 +51,9 @@ def test_what_was_measured_before_a_failure_is_reported(capsys, tmp_path):
     captured = capsys.readouterr()
     assert "Permission denied" in captured.err
     assert "warning: The comparison ended early" in captured.out
-    assert list(json.loads((tmp_path / "result.json").read_text())["arms"]) == ["ropewalk:bfloat16"]
+    assert list(json.loads((tmp_path / "result.json").read_text())["variants"]) == [
+        "ropewalk:bfloat16"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -60,9 +60,9 @@ MANY = {
     "longctx": result(SIX, longctx(512, 2048, 8192)),
     "one context": result(SIX, longctx(512)),
     "rates": result(SIX, [CHAT], RATES),
-    "one arm": result({"rope": 1}, [CHAT], RATES),
-    "settings": result(dict.fromkeys(SETTINGS, 1), longctx(512, 2048), arms=SETTINGS),
-    "an arm failed": failed(result(SIX, longctx(512, 2048)), "t5", "status 500 <oops>"),
+    "one variant": result({"rope": 1}, [CHAT], RATES),
+    "settings": result(dict.fromkeys(SETTINGS, 1), longctx(512, 2048), variants=SETTINGS),
+    "a variant failed": failed(result(SIX, longctx(512, 2048)), "t5", "status 500 <oops>"),
     "counters": counted(
         result({"nope": 1, "rope": 1}, [CHAT]),
         {"nope": shifts("reindexed", 0.001, 0), "rope": shifts("rerotated", 0.004, 96)},
@@ -83,7 +83,7 @@ def test_every_plot_is_well_formed_and_has_its_numbers(name):
         assert all(sentence.endswith((".", "”")) for sentence in plot.findings)
 
 
-def test_step_latency_by_context_comes_first_with_its_difference_to_the_zero():
+def test_step_latency_by_context_comes_first_with_its_difference_to_the_baseline():
     plot = made("longctx")[0]
     assert plot.key == "longctx"
     assert len(plot.pictures) == 2
@@ -120,16 +120,16 @@ def test_findings_change_with_the_data():
     )
 
 
-def test_without_a_zero_there_are_figures_and_no_differences():
+def test_without_a_baseline_there_are_figures_and_no_differences():
     plot = plots(result({"rope": 1}, longctx(512, 2048)))[0]
     assert len(plot.pictures) == 1
     assert plot.findings[0].startswith("At 2,048 tokens of context, time per token p50 of rope is")
-    assert plot.table[0] == ("at", "arm", "time per token p50, ms")
+    assert plot.table[0] == ("at", "variant", "time per token p50, ms")
 
 
 def test_the_dearest_setting_is_compared_with_the_cheapest():
     factors = {"nope": 1, "t5:window": 1.1, "t5:materialised": 1.65}
-    plot = by_key(result(factors, longctx(512, 2048), arms=SETTINGS))["t5-settings"]
+    plot = by_key(result(factors, longctx(512, 2048), variants=SETTINGS))["t5-settings"]
     assert re.match(
         r"At 2,048 tokens of context, t5:materialised costs (49\.[5-9]|50\.[0-4]) %",
         plot.findings[0],
@@ -137,7 +137,7 @@ def test_the_dearest_setting_is_compared_with_the_cheapest():
     assert plot.findings[0].endswith("more per token than t5:window.")
 
 
-def test_one_arm_for_each_encoding_needs_no_plot_of_settings():
+def test_one_variant_for_each_encoding_needs_no_plot_of_settings():
     assert not [key for key in by_key("longctx") if key.endswith("-settings")]
 
 
@@ -148,7 +148,7 @@ def test_several_rates_give_curves_and_throughput_against_latency():
     assert found["chat-rate-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
 
 
-def test_one_load_gives_a_dot_for_each_arm():
+def test_one_load_gives_a_dot_for_each_variant():
     plot = by_key(result(SIX, [CHAT]))["chat-concurrency"]
     assert {chart.key for chart in plot.pictures} == {"dots"}
 
@@ -167,7 +167,7 @@ def test_goodput_is_there_where_objectives_were_given():
     ]
     assert "ttft=10s" in mild.note
     loose = by_key(replace(whole, arguments={"slo": "tpot=20ms"}))["chat-concurrency-goodput"]
-    assert "every arm met the objectives in 100 %" in loose.findings[0]
+    assert "every variant met the objectives in 100 %" in loose.findings[0]
 
 
 def test_keys_are_fit_for_a_link():
@@ -182,10 +182,10 @@ def test_goodput_over_several_loads_is_a_curve():
     assert len(plot.findings) == 3
 
 
-def test_an_arm_that_served_nothing_is_left_out_and_reported():
-    found = by_key("an arm failed")
+def test_a_variant_that_served_nothing_is_left_out_and_reported():
+    found = by_key("a variant failed")
     assert (
-        "; t5 cannot be compared with nope: 0 blocks have this figure"
+        "; t5 cannot be compared with nope: 0 rounds have this figure"
         in found["longctx"].findings[0]
     )
     assert not any("t5" in svg(chart, "c") for chart in found["longctx"].pictures)
@@ -195,8 +195,8 @@ def test_an_arm_that_served_nothing_is_left_out_and_reported():
 
 def test_nothing_served_at_all():
     whole = result({"nope": 1, "rope": 1}, longctx(512, 2048))
-    for arm in ("nope", "rope"):
-        whole = failed(whole, arm, "connection refused")
+    for variant in ("nope", "rope"):
+        whole = failed(whole, variant, "connection refused")
     found = by_key(whole)
     assert set(found) == {"client", "order"}
 
@@ -206,7 +206,7 @@ def test_nothing_measured_at_all():
 
 
 def test_one_reason_is_said_once():
-    plot = by_key(result({"nope": 1, "rope": 1}, [CHAT], blocks=1))["chat-concurrency"]
+    plot = by_key(result({"nope": 1, "rope": 1}, [CHAT], rounds=1))["chat-concurrency"]
     (said,) = plot.findings
     assert said.startswith("Under chat, sync, rope cannot be compared with nope: ")
 
@@ -214,7 +214,7 @@ def test_one_reason_is_said_once():
 def test_what_the_cache_did_is_over_computed_tokens():
     plot = by_key("counters")["chat-cache"]
     # Four runs of 1,024 computed tokens each, and 524,288 bytes in each.
-    assert "Bytes written per computed token: 512 for every arm." in plot.findings
+    assert "Bytes written per computed token: 512 for every variant." in plot.findings
     assert "Entries rewritten: 1,152 for rope, 0 for nope." in plot.findings
 
 
@@ -241,9 +241,9 @@ def test_a_server_that_counts_other_things_is_not_said_to_have_rewritten_nothing
 
 
 def test_a_machine_that_drifts_is_seen():
-    whole = result({"nope": 1, "rope": 1}, longctx(512), blocks=4, noise=0.0005)
+    whole = result({"nope": 1, "rope": 1}, longctx(512), rounds=4, noise=0.0005)
     assert "were 0." in by_key(whole)["order"].findings[0]
-    slow = result({"nope": 1.3, "rope": 1.3}, longctx(512), blocks=4, noise=0.0005)
-    late = [run for run in slow.runs if run.block >= 2]
-    mixed = replace(whole, runs=tuple([r for r in whole.runs if r.block < 2] + late))
+    slow = result({"nope": 1.3, "rope": 1.3}, longctx(512), rounds=4, noise=0.0005)
+    late = [run for run in slow.runs if run.round >= 2]
+    mixed = replace(whole, runs=tuple([r for r in whole.runs if r.round < 2] + late))
     assert "were 2" in by_key(mixed)["order"].findings[0]  # 30 % over the median between

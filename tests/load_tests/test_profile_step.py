@@ -32,7 +32,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
     found = json.loads((tmp_path / "profile.json").read_text())
     assert found["schema"] == 1 and found["kind"] == "ropewalk profile step"
     assert found["environment"]["clock"] == "wall"
-    assert [each["arm"] for each in found["profiles"]] == ["rope", "t5:table"]
+    assert [each["variant"] for each in found["profiles"]] == ["rope", "t5:table"]
     for profile in found["profiles"]:
         assert list(profile["steps"]) == list(profile["outside"]) == ["2"]
         assert set(profile["steps"]["2"]["parts"]) <= set(PARTS)

@@ -11,11 +11,11 @@ class Terminal(io.StringIO):
 def test_a_file_gets_one_line_a_run():
     out = io.StringIO()
     progress = Progress(out)
-    progress.start("closed, block 1 of 3")
+    progress.start("closed, round 1 of 3")
     for answered in range(5):
         progress.answered(answered, 5, 10)
     progress.clear()
-    assert out.getvalue() == "closed, block 1 of 3\n"
+    assert out.getvalue() == "closed, round 1 of 3\n"
 
 
 def test_a_terminal_gets_one_line_rewritten():

@@ -34,8 +34,8 @@ def run_of(*outcomes, **changes):
 
 
 def result_of(*runs):
-    arms = {"nope": {"model": "toy-nope"}, "rope": {"model": "toy-rope"}}
-    return Result("ropewalk bench", {"runs": 3}, {"cores": 2}, arms, "nope", runs, ("slow",))
+    variants = {"nope": {"model": "toy-nope"}, "rope": {"model": "toy-rope"}}
+    return Result("ropewalk bench", {"runs": 3}, {"cores": 2}, variants, "nope", runs, ("slow",))
 
 
 RESULT = result_of(
@@ -91,9 +91,9 @@ def test_a_long_test_stays_small(tmp_path):
         (lambda d: d.update(schema=2), "schema is 2 and this program reads 1"),
         (lambda d: d.update(kind="?"), "is it a file of ropewalk bench"),
         (lambda d: d.pop("command"), "command is missing"),
-        (lambda d: d.update(zero="t5"), "zero is 't5', which is none of its arms"),
-        (lambda d: d["runs"][1].update(arm="t5"), r"runs\[1\].arm is 't5'"),
-        (lambda d: d["runs"][1].update(block=True), r"runs\[1\].block is true, not a whole"),
+        (lambda d: d.update(baseline="t5"), "baseline is 't5', which is none of its variants"),
+        (lambda d: d["runs"][1].update(variant="t5"), r"runs\[1\].variant is 't5'"),
+        (lambda d: d["runs"][1].update(round=True), r"runs\[1\].round is true, not a whole"),
         (lambda d: d["runs"][1].update(profile="burst"), r"runs\[1\].profile is 'burst'"),
         (lambda d: d["runs"][0]["requests"][3].pop("sent"), r"requests\[3\].sent is missing"),
         (lambda d: d["runs"][0]["requests"][0].update(gaps=[1, "2"]), r"gaps\[1\] is \"2\""),
@@ -105,7 +105,7 @@ def test_a_long_test_stays_small(tmp_path):
         ),
         (lambda d: d["runs"][0]["server"].update(counters=[]), "0 entries for 1 series"),
         (lambda d: d.pop("series"), "series is missing"),
-        (lambda d: d.update(arms={"nope": 3, "rope": {}}), "arms.nope is 3"),
+        (lambda d: d.update(variants={"nope": 3, "rope": {}}), "variants.nope is 3"),
         (lambda d: d.update(runs=[7]), r"runs\[0\] is 7, not an object"),
     ],
 )

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Arm, Server, Unreachable
+from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, Variant
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Profile, Run
 from ropewalk.load_tests.run import runner
@@ -53,30 +53,32 @@ class Asked:
 def runner_at(answer, *labels: str):
     with serving(answer) as running:
         server = Server("127.0.0.1", running.port, DIALECTS["openai"])
-        arms = [Arm(label, Server(server.host, server.port, server.dialect, label), label)
+        variants = [Variant(label, Server(server.host, server.port, server.dialect, label), label)
                 for label in labels]  # fmt: skip
         runner = Runner(
             lambda seed: PromptMaker(seed, "ids"), SIZES, "seed", Progress(io.StringIO())
         )
-        yield runner, arms
+        yield runner, variants
 
 
-def measure(runner: Runner, arms: list[Arm], loads: list[Load], blocks: int) -> list[Run]:
+def measure(runner: Runner, variants: list[Variant], loads: list[Load], rounds: int) -> list[Run]:
     async def collect() -> list[Run]:
-        return [run async for run in runner.measure(arms, loads, blocks)]
+        return [run async for run in runner.measure(variants, loads, rounds)]
 
     return asyncio.run(collect())
 
 
-def test_every_arm_runs_once_in_every_block_with_the_same_prompts():
+def test_every_variant_runs_once_in_every_round_with_the_same_prompts():
     asked = Asked()
     loads = [load(), load(profile=Profile("closed", concurrency=2))]
-    with runner_at(asked, "a", "b", "c") as (runner, arms):
-        runs = measure(runner, arms, loads, 3)
+    with runner_at(asked, "a", "b", "c") as (runner, variants):
+        runs = measure(runner, variants, loads, 3)
     assert len(runs) == 3 * 2 * 3
-    for block in range(3):
+    for round in range(3):
         for each in loads:
-            cell = [run.arm for run in runs if (run.block, run.profile) == (block, each.profile)]
+            cell = [
+                run.variant for run in runs if (run.round, run.profile) == (round, each.profile)
+            ]
             assert sorted(cell) == ["a", "b", "c"]
     assert asked.sent("a") == asked.sent("b") == asked.sent("c")
     assert len(set(asked.sent("a"))) == len(asked.sent("a")) == 3 * (2 + 4)
@@ -85,18 +87,21 @@ def test_every_arm_runs_once_in_every_block_with_the_same_prompts():
 
 def test_the_order_is_random_and_follows_from_the_seed():
     def order() -> list[tuple[int, str]]:
-        with runner_at(Asked(), "a", "b", "c") as (runner, arms):
-            return [(run.block, run.arm) for run in measure(runner, arms, [load()], 5)]
+        with runner_at(Asked(), "a", "b", "c") as (runner, variants):
+            return [(run.round, run.variant) for run in measure(runner, variants, [load()], 5)]
 
     first = order()
     assert first == order()
-    assert len({tuple(arm for number, arm in first if number == block) for block in range(5)}) > 1
+    assert (
+        len({tuple(variant for number, variant in first if number == round) for round in range(5)})
+        > 1
+    )
 
 
 def test_the_prefix_cache_is_flushed_before_every_run():
     asked = Asked()
-    with runner_at(asked, "a", "b") as (runner, arms):
-        measure(runner, arms, [load()], 2)
+    with runner_at(asked, "a", "b") as (runner, variants):
+        measure(runner, variants, [load()], 2)
     kinds = [kind if kind != "flush" else f"flush {model}" for kind, model in asked.asked]
     for index, kind in enumerate(kinds):
         if kind.startswith("flush"):
@@ -112,8 +117,8 @@ def test_a_server_that_cannot_flush_is_asked_once_and_named():
         paths.append(path)
         return good(path, body)
 
-    with runner_at(answer, "a") as (runner, arms):
-        runs = measure(runner, arms, [load()], 3)
+    with runner_at(answer, "a") as (runner, variants):
+        runs = measure(runner, variants, [load()], 3)
     assert len(runs) == 3
     assert sum(path.startswith(FLUSH) for path in paths) == 1
     (warning,) = runner.warnings
@@ -122,8 +127,8 @@ def test_a_server_that_cannot_flush_is_asked_once_and_named():
 
 
 def test_hits_that_theory_does_not_have_are_a_warning():
-    with runner_at(Asked(cached=16), "a") as (runner, arms):
-        measure(runner, arms, [load()], 1)
+    with runner_at(Asked(cached=16), "a") as (runner, variants):
+        measure(runner, variants, [load()], 1)
     (warning,) = runner.warnings
     assert "a, stream sync: the prefix cache had 32 prompt tokens, but" in warning
     assert "0 were expected" in warning
@@ -131,32 +136,32 @@ def test_hits_that_theory_does_not_have_are_a_warning():
 
 @pytest.mark.parametrize("asked", [Asked(cached=0), Asked(), Asked(cached=16, broken=1)])
 def test_no_warning_where_hits_agree_are_unknown_or_a_request_failed(asked):
-    with runner_at(asked, "a") as (runner, arms):
-        measure(runner, arms, [load()], 1)
+    with runner_at(asked, "a") as (runner, variants):
+        measure(runner, variants, [load()], 1)
     assert runner.warnings == []
 
 
 def test_a_run_keeps_its_failures():
-    with runner_at(Asked(broken=2), "a") as (runner, arms):
-        (run,) = measure(runner, arms, [load()], 1)
+    with runner_at(Asked(broken=2), "a") as (runner, variants):
+        (run,) = measure(runner, variants, [load()], 1)
     assert [outcome.error is None for outcome in run.outcomes] == [True, False]
     assert str(run.outcomes[1].error).startswith("status 500")
 
 
 def test_a_server_that_died_is_a_run_of_failures():
-    with runner_at(Asked(), "a") as (runner, arms):
+    with runner_at(Asked(), "a") as (runner, variants):
         pass
-    (run,) = measure(runner, arms, [load()], 1)
+    (run,) = measure(runner, variants, [load()], 1)
     assert all("cannot connect" in str(outcome.error) for outcome in run.outcomes)
 
 
-def test_an_arm_is_left_out_of_what_it_has_no_room_for():
+def test_a_variant_is_left_out_of_what_it_has_no_room_for():
     loads = [load(), load("prefill")]
-    with runner_at(Asked(), "a", "b") as (runner, arms):
-        able = asyncio.run(runner.ask(arms, {"a": None, "b": 64}, loads))
-        runs = measure(runner, arms, able, 1)
+    with runner_at(Asked(), "a", "b") as (runner, variants):
+        able = asyncio.run(runner.ask(variants, {"a": None, "b": 64}, loads))
+        runs = measure(runner, variants, able, 1)
     assert able == loads
-    assert sorted((run.point.label, run.arm) for run in runs) == [
+    assert sorted((run.point.label, run.variant) for run in runs) == [
         ("prefill", "a"),
         ("stream", "a"),
         ("stream", "b"),
@@ -165,17 +170,17 @@ def test_an_arm_is_left_out_of_what_it_has_no_room_for():
     assert warning.startswith("Left out of prefill: b; its context holds 64 tokens")
 
 
-def test_what_no_arm_can_run_is_no_load():
-    with runner_at(Asked(), "a", "b") as (runner, arms):
-        assert asyncio.run(runner.ask(arms, {"a": 2, "b": 2}, [load()])) == []
+def test_what_no_variant_can_run_is_no_load():
+    with runner_at(Asked(), "a", "b") as (runner, variants):
+        assert asyncio.run(runner.ask(variants, {"a": 2, "b": 2}, [load()])) == []
     (warning,) = runner.warnings
     assert warning.startswith("Left out of stream: a, b; ")
 
 
-def test_warm_up_asks_every_arm_before_it_is_measured():
+def test_warm_up_asks_every_variant_before_it_is_measured():
     asked = Asked()
-    with runner_at(asked, "a", "b") as (runner, arms):
-        asyncio.run(runner.warm_up(arms))
+    with runner_at(asked, "a", "b") as (runner, variants):
+        asyncio.run(runner.warm_up(variants))
     assert [kind for kind, _ in asked.asked] == ["a"] * 4 + ["flush"] + ["b"] * 4 + ["flush"]
 
 
@@ -185,27 +190,27 @@ def refusing(path, body):
 
 def test_warm_up_tells_who_does_not_work_and_why():
     with (
-        runner_at(refusing, "a") as (runner, arms),
+        runner_at(refusing, "a") as (runner, variants),
         pytest.raises(NoSuccess, match=r"a at http://.*: status 401"),
     ):
-        asyncio.run(runner.warm_up(arms))
+        asyncio.run(runner.warm_up(variants))
 
 
 def test_throughput_counts_served_requests_over_all_the_time():
-    with runner_at(Asked(broken=1), "a") as (runner, arms):
-        assert 0 < asyncio.run(runner.throughput(arms, load())) < 1e6
+    with runner_at(Asked(broken=1), "a") as (runner, variants):
+        assert 0 < asyncio.run(runner.throughput(variants, load())) < 1e6
     with (
-        runner_at(refusing, "a") as (runner, arms),
+        runner_at(refusing, "a") as (runner, variants),
         pytest.raises(NoSuccess, match="a under stream sync: status 401"),
     ):
-        asyncio.run(runner.throughput(arms, load()))
+        asyncio.run(runner.throughput(variants, load()))
 
 
-def test_throughput_is_that_of_an_arm_that_can():
+def test_throughput_is_that_of_an_variant_that_can():
     answer = Asked()
-    with runner_at(answer, "a", "b") as (made, arms):
-        able = asyncio.run(made.ask(arms, {"a": 8, "b": 4096}, [load()]))
-        asyncio.run(made.throughput(arms, able[0]))
+    with runner_at(answer, "a", "b") as (made, variants):
+        able = asyncio.run(made.ask(variants, {"a": 8, "b": 4096}, [load()]))
+        asyncio.run(made.throughput(variants, able[0]))
     assert not answer.sent("a") and answer.sent("b")
 
 

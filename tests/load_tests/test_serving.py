@@ -50,14 +50,14 @@ def alive(pid):
 
 
 def served(logs, encodings, settings=(), source=SMALL, inside=None, **options):
-    """The arms, as they are while the servers run."""
+    """The variants, as they are while the servers run."""
 
     async def use():
         options.setdefault("context", 100)
-        async with serving.serving(source, encodings, settings, logs, **options) as arms:
+        async with serving.serving(source, encodings, settings, logs, **options) as variants:
             if inside is not None:
-                await inside(arms)
-            return arms
+                await inside(variants)
+            return variants
 
     return asyncio.run(use())
 
@@ -95,9 +95,9 @@ def test_other_settings_are_refused(text):
 
 
 def test_a_trained_table_of_positions_keeps_its_own_context(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(serving, "_free_share", lambda arms: 1000)
-    arms = served(tmp_path, ["nope", "learned", "t5"], source="family", context=300)
-    assert [arm.label for arm in arms] == ["nope", "learned", "t5"]
+    monkeypatch.setattr(serving, "_free_share", lambda variants: 1000)
+    variants = served(tmp_path, ["nope", "learned", "t5"], source="family", context=300)
+    assert [variant.label for variant in variants] == ["nope", "learned", "t5"]
     shared, own = (lines[0] for lines in said(tmp_path))
     assert (shared["models"], shared["max_model_len"], shared["kv_memory"]) == (
         ["nope=ropewalk-nope", "t5=ropewalk-t5"],
@@ -115,17 +115,17 @@ def test_a_random_table_is_as_long_as_asked_for(tmp_path, fake):
 
 
 def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fake, monkeypatch):
-    monkeypatch.setattr(serving, "_free_share", lambda arms: 1000)
+    monkeypatch.setattr(serving, "_free_share", lambda variants: 1000)
     settings = ["t5:table", "rope:block"]
-    arms = served(tmp_path, ["t5", "nope"], settings, context=300, timeout_s=7.0)
-    assert [(arm.label, arm.encoding, arm.setting) for arm in arms] == [
+    variants = served(tmp_path, ["t5", "nope"], settings, context=300, timeout_s=7.0)
+    assert [(variant.label, variant.encoding, variant.setting) for variant in variants] == [
         ("t5", "t5", ""),
         ("nope", "nope", ""),
         ("t5:table", "t5", "table"),
         ("rope:block", "rope", "block"),
     ]
-    assert [arm.server.model for arm in arms] == [arm.label for arm in arms]
-    assert {arm.server.timeout_s for arm in arms} == {7.0}
+    assert [variant.server.model for variant in variants] == [variant.label for variant in variants]
+    assert {variant.server.timeout_s for variant in variants} == {7.0}
     shared, *own = (lines[0] for lines in said(tmp_path))
     assert shared["models"] == ["t5=shape:small:t5", "nope=shape:small:nope"]
     assert (shared["encoding_option"], shared["kv_memory"]) == (None, 2000)
@@ -138,27 +138,27 @@ def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fa
     assert {each["request_timeout"] for each in [shared, *own]} == {7}
     for each in [shared, *own]:
         assert configured(*each["argv"]).port == each["port"]
-    ports = Counter(arm.server.port for arm in arms)
+    ports = Counter(variant.server.port for variant in variants)
     assert sorted(ports.values()) == [1, 1, 2]
     assert {each["port"] for each in [shared, *own]} == set(ports)
 
 
 def test_settings_alone_need_no_process_for_the_rest(tmp_path, fake):
-    (arm,) = served(tmp_path, [], ["t5:window"])
-    assert (arm.label, len(said(tmp_path))) == ("t5:window", 1)
+    (variant,) = served(tmp_path, [], ["t5:window"])
+    assert (variant.label, len(said(tmp_path))) == ("t5:window", 1)
 
 
-def test_memory_is_shared_out_over_all_arms(tmp_path, fake, monkeypatch):
+def test_memory_is_shared_out_over_all_variants(tmp_path, fake, monkeypatch):
     sizes = {"SC_AVPHYS_PAGES": 4000, "SC_PAGE_SIZE": 10}
     monkeypatch.setattr(serving.os, "sysconf", sizes.__getitem__)
     served(tmp_path, ["rope", "nope"], ["t5:table", "t5:window"])
     assert sorted(lines[0]["kv_memory"] for lines in said(tmp_path)) == [2500, 2500, 5000]
 
 
-def test_an_arm_is_flushed_by_its_name(tmp_path, fake):
-    async def inside(arms):
-        for arm in arms:
-            await flush(arm.server)
+def test_a_variant_is_flushed_by_its_name(tmp_path, fake):
+    async def inside(variants):
+        for variant in variants:
+            await flush(variant.server)
 
     served(tmp_path, ["nope"], ["t5:table"], inside=inside)
     flushed = [
@@ -228,7 +228,7 @@ def test_an_unknown_setting_starts_nothing(tmp_path, fake):
 def test_a_failure_inside_stops_all_even_the_stubborn(tmp_path, fake, monkeypatch):
     monkeypatch.setattr(process, "_STOP_LIMIT_S", 0.1)
 
-    async def inside(arms):
+    async def inside(variants):
         assert all(map(alive, pids(tmp_path)))
         raise KeyError("inside")
 
@@ -279,17 +279,17 @@ def test_an_interrupt_leaves_no_process_behind(tmp_path, number):
 
 
 def test_random_models_of_a_shape_answer_and_are_flushed(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "_free_share", lambda arms: 1 << 22)
+    monkeypatch.setattr(serving, "_free_share", lambda variants: 1 << 22)
     answered = []
 
-    async def inside(arms):
-        for arm in arms:
+    async def inside(variants):
+        for variant in variants:
             ids = Request(tuple(range(64)), 64, 3)
             text = Request(" ".join(map(str, range(64))), 64, 3)
             for request in (ids, text):
-                answered.append(await complete(arm.server, request))
-            await flush(arm.server)
-            answered.append(await complete(arm.server, ids))
+                answered.append(await complete(variant.server, request))
+            await flush(variant.server)
+            answered.append(await complete(variant.server, ids))
 
     served(tmp_path, ["learned", "t5"], inside=inside)
     assert [outcome.error for outcome in answered] == [None] * 6

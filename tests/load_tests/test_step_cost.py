@@ -12,13 +12,13 @@ TINY = ["--context", "32", "--batch", "2", "--chunk", "8", "--device", "cpu"]
 
 def test_measures_prints_and_writes(tmp_path, capsys):
     name = tmp_path / "costs"
-    words = [*TINY, "--arms", "rope,t5:materialised", "--rounds", "6", "--prefill-rounds", "2"]
+    words = [*TINY, "--variants", "rope,t5:materialised", "--rounds", "6", "--prefill-rounds", "2"]
     status = main([*words, "--out", str(name)])
     out, told = capsys.readouterr()
     table = [line.split("|")[1:4] for line in out.splitlines()]
-    arms = ["nope", "rope", "t5:materialised", AGAIN]
+    variants = ["nope", "rope", "t5:materialised", AGAIN]
     assert [row[:2] for row in table[2:]] == [
-        [work, arm] for work in ("decode", "prefill") for arm in arms
+        [work, variant] for work in ("decode", "prefill") for variant in variants
     ]
     assert all(float(row[2]) > 0 for row in table[2:])
     assert "decode: 6 rounds of 4 passes" in told
@@ -27,10 +27,10 @@ def test_measures_prints_and_writes(tmp_path, capsys):
     assert found["schema"] == 1 and found["kind"] == "ropewalk step cost"
     assert found["command"].startswith("python -m ropewalk.load_tests.micro.step_cost --context 32")
     assert found["environment"]["clock"] == "processor" and found["environment"]["torch"]
-    assert [list(each) for each in found["samples"]["decode"]] == [arms] * 6
+    assert [list(each) for each in found["samples"]["decode"]] == [variants] * 6
     assert len(found["samples"]["prefill"]) == 2
     rope = found["costs"]["decode"][1]
-    assert rope["arm"] == "rope" and rope["limit"] == 1.02
+    assert rope["variant"] == "rope" and rope["limit"] == 1.02
     assert rope["ratio"]["low"] <= rope["ratio"]["median"] <= rope["ratio"]["high"]
     assert found["costs"]["prefill"][1]["ratio"]["high"] is None  # of two rounds
     assert found["costs"]["decode"][2]["verdict"] is None
@@ -42,7 +42,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
 
 
 def test_a_part_can_be_left_out(capsys):
-    main([*TINY, "--arms", "alibi", "--rounds", "0", "--prefill-rounds", "1"])
+    main([*TINY, "--variants", "alibi", "--rounds", "0", "--prefill-rounds", "1"])
     assert "decode" not in capsys.readouterr().out
 
 
@@ -86,7 +86,7 @@ def test_a_limit_that_does_not_hold_is_an_exit_status(monkeypatch, capsys):
     [
         (["--chunk", "64"], "--chunk 64 is more than --context"),
         (["--shape", "no"], "shape:no is no shape known here"),
-        (["--arms", "no"], "There is no encoding 'no'"),
+        (["--variants", "no"], "There is no encoding 'no'"),
     ],
 )
 def test_what_cannot_be_measured(words, complaint, capsys):

@@ -23,7 +23,7 @@ def test_columns_are_aligned():
     ]
 
 
-def test_one_line_for_each_cell_and_arm():
+def test_one_line_for_each_cell_and_variant():
     text = tables(LONGCTX)
     assert "16/16" in line(text, "longctx 512", "nope")
     numbers = line(text, "t5", "16/16").split()
@@ -46,7 +46,7 @@ def test_failures_are_counted_and_shown_as_a_dash():
 
 
 def test_warnings_are_there():
-    counters = {arm: {} for arm in THREE}
+    counters = {variant: {} for variant in THREE}
     text = tables(
         replace(counted(LONGCTX, counters, "tokens differ."), warnings=("the client was late.",))
     )
@@ -54,7 +54,7 @@ def test_warnings_are_there():
     assert "warning: t5: tokens differ. (8 runs)" in text
 
 
-def test_one_arm_is_compared_with_nothing():
+def test_one_variant_is_compared_with_nothing():
     text = tables(result({"rope": 1}, [Point("chat", "chat")]))
     assert "over" not in text.split("\n")[0]
     assert "chat, sync" in text

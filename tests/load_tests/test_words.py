@@ -83,7 +83,7 @@ def test_no_difference_is_said_as_plainly():
     )
 
 
-def test_the_largest_difference_comes_first_and_equal_arms_last():
+def test_the_largest_difference_comes_first_and_equal_variants_last():
     found = {"rope": SAME, "t5": MORE, "learned": LESS, "alibi": SAME}
     assert compared("Here,", "nope", found, "itl_p50") == (
         "Here, learned costs 20.0 % (15.0 to 25.0) less per token than nope; "
@@ -103,5 +103,5 @@ def test_what_is_unknown_is_said_with_its_reason():
         "than nope; rope cannot be compared with nope: the client sent late."
     )
     assert compared("Here,", "nope", {"t5": late, "rope": late}, "itl_p50") == (
-        "Here, no arm can be compared with nope: the client sent late."
+        "Here, no variant can be compared with nope: the client sent late."
     )

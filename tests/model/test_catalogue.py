@@ -22,7 +22,14 @@ from ropewalk.model.catalogue import (
     measured,
     timed_trial,
 )
-from ropewalk.model.encodings.base import EncodingError, LinearBias, PositionalEncoding, find, names
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    LinearBias,
+    PairBias,
+    PositionalEncoding,
+    find,
+    names,
+)
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.kernels.backends import all_backends
 
@@ -50,6 +57,19 @@ class Outside(PositionalEncoding):
 
     def work(self, config, context, block_size):
         return PositionalWork(flops=context)
+
+
+class Unknown(Outside):
+    """Does by code of its own what kernels do by data."""
+
+    def embed(self, x, positions):
+        return x
+
+    def rotate(self, q, k, positions, offsets):
+        return q, k
+
+    def score_bias(self):
+        return PairBias(lambda queries, keys: torch.zeros(12, *queries.shape, keys.shape[-1]))
 
 
 class Difficult(PositionalEncoding):
@@ -92,6 +112,12 @@ def test_hooks_are_those_that_a_class_overrides(name, used, bias) -> None:
     own = {"embed" if each == "vectors" else each for each in vars(find(name))}
     for hook in HOOKS:
         assert (hook in own) == (hook in used)
+
+
+def test_what_kernels_know_no_data_for_is_left_to_python() -> None:
+    for entry in catalogue(PLACE, [OUTSIDE, f"{__name__}:Unknown"]):
+        left = ("embed", "rotate", "score_bias") if entry.name.endswith(":Unknown") else ()
+        assert entry.in_python == left
 
 
 def test_an_inherited_override_counts() -> None:

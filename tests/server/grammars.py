@@ -4,7 +4,7 @@ import asyncio
 import random
 import string
 
-from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.sampling import SamplingParams, allows
 from ropewalk.model.tokenizers.base import Detokenizer
 from ropewalk.server.structured.compiler import Grammars
 
@@ -55,6 +55,16 @@ def random_answer(grammar, tokenizer, rng, *, most=400, force=0):
         if matcher.finished:
             return "".join(pieces) + text.finish()
     return None
+
+
+def follows(grammar, tokenizer, text):
+    """Whether an answer may begin with the text."""
+    matcher = grammar.begin()
+    for place, token in enumerate(tokenizer.encode(text, bos=False)):
+        if not allows(matcher.allowed(SamplingParams(len(text)), place), token):
+            return False
+        matcher.advance(token, 0)
+    return True
 
 
 class Drawing:

@@ -12,7 +12,7 @@ from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
 from ropewalk.model.tokenizers.hf import HfTokenizer
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
 from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
-from ropewalk.server.errors import InvalidField
+from ropewalk.server.errors import FormFailed, InvalidField
 from ropewalk.server.openai.body import read_body
 from ropewalk.server.openai.schemas import CompletionBody
 from ropewalk.server.structured import compiler
@@ -21,7 +21,7 @@ from ropewalk.server.structured.vocabulary import vocabulary_of
 from tests.model.tokenizers.hf_samples import byte_level, llama
 from tests.model.tokenizers.samples import train_spm
 from tests.model.tokenizers.test_gguf_vocab import bpe_fields, spm_fields
-from tests.server.grammars import Drawing, compiled, grammars_of, random_answer
+from tests.server.grammars import Drawing, compiled, follows, grammars_of, random_answer
 from tests.server.toy import ByteTokenizer, complete, toy, toy_app
 
 TOKENIZERS = {
@@ -125,6 +125,47 @@ def test_json_has_no_more_than_a_space_or_an_indented_line_between_its_parts(byt
     assert usual and all(re.fullmatch(r" |\n[ \t]{0,32}", each) for each in usual)
     assert spaces(Grammar(Kind.JSON_SCHEMA, schema, "")) == set()
     assert spaces(Grammar(Kind.JSON_SCHEMA, schema, "\t")) == {"\t"}
+
+
+ONE = {"properties": {"a": {"type": "integer"}}, "required": ["a"], "type": "object"}
+CLOSED = [
+    (ONE, '{"a": 1'),
+    ({"$ref": "#/$defs/named", "$defs": {"named": ONE}}, '{"a": 1'),
+    ({"type": "array", "items": ONE}, '[{"a": 1'),
+    ({"anyOf": [{"type": "null"}, ONE]}, '{"a": 1'),
+    ({"allOf": [{"$ref": "#/$defs/named"}], "$defs": {"named": ONE}}, '{"a": 1'),
+    ({"properties": {"inner": ONE}, "type": "object"}, '{"inner": {"a": 1'),
+]
+OPEN = [
+    {**ONE, "additionalProperties": True},
+    {**ONE, "patternProperties": {"^b": {}}},
+    {**ONE, "required": ["a", "b"]},
+    {"allOf": [ONE, {"properties": {"b": {}}, "required": ["b"]}]},
+    {**ONE, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
+    {**ONE, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}, "required": ["b"]}}},
+    {"type": "object"},
+]
+
+
+@pytest.mark.parametrize(("schema", "text"), CLOSED)
+def test_an_object_has_the_properties_that_its_schema_names(bytes_model, schema, text):
+    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    assert follows(start, ByteTokenizer(), text + "}")
+    assert not follows(start, ByteTokenizer(), text + ",")
+
+
+@pytest.mark.parametrize("schema", OPEN)
+def test_an_object_may_have_others_where_its_schema_speaks_of_them(bytes_model, schema):
+    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    assert follows(start, ByteTokenizer(), '{"a": 1, "b": 2')
+
+
+def test_a_form_that_is_slow_to_follow_is_the_clients_fault(bytes_model, monkeypatch):
+    matcher = compiled(bytes_model, Grammar(Kind.REGEX, "ab")).begin()
+    monkeypatch.setattr("ropewalk.server.structured.matcher.PATIENCE", -1.0)
+    with pytest.raises(FormFailed, match="takes too long to follow; simplify it") as failed:
+        matcher.advance(ByteTokenizer().encode("a", bos=False)[0], 0)
+    assert failed.value.status == 400
 
 
 def chain(rule, link, count, last):

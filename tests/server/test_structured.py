@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.errors import RequestFailed
+from ropewalk.server.errors import FormFailed
 from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request
 from ropewalk.server.structured.grammar import Grammar, Kind
 from tests.model.tiny import tiny
@@ -216,7 +216,7 @@ class Stuck:
     def advance(self, token, most):
         self.taken += 1
         if self.taken == 3:
-            raise RequestFailed("no token continues it")
+            raise FormFailed("no token continues it")
         return self.matcher.advance(token, 0)
 
 

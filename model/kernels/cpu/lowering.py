@@ -97,9 +97,9 @@ def in_python(op: Op) -> bool:
     """Whether only the encoding's own code can compute it."""
     match op:
         case Place(encoding=encoding):
-            return not inherits(encoding.embed, encoding, PositionalEncoding.embed)
+            return embeds_in_python(encoding)
         case Rotate(encoding=encoding, head_dim=head_dim):
-            return rotates(encoding) and tables_of(encoding, head_dim) is None
+            return rotates_in_python(encoding, head_dim)
     return False
 
 
@@ -107,7 +107,20 @@ def is_dense(op: Op) -> bool:
     """Whether its bias is computed anew in every step, for every row and key."""
     if not isinstance(op, Attend) or op.encoding is None:
         return False
-    return isinstance(op.encoding.score_bias(), MaterialisedBias | PairBias)
+    return biases_in_python(op.encoding)
+
+
+def embeds_in_python(encoding: PositionalEncoding) -> bool:
+    return not inherits(encoding.embed, encoding, PositionalEncoding.embed)
+
+
+def rotates_in_python(encoding: PositionalEncoding, head_dim: int) -> bool:
+    """head_dim: of the queries and keys."""
+    return rotates(encoding) and tables_of(encoding, head_dim) is None
+
+
+def biases_in_python(encoding: PositionalEncoding) -> bool:
+    return isinstance(encoding.score_bias(), MaterialisedBias | PairBias)
 
 
 @dataclass(eq=False, slots=True)

@@ -17,6 +17,7 @@ from ropewalk.model.sampler import (
     note,
     taken,
 )
+from ropewalk.model.sampling import allows
 
 
 class KernelSampler(Sampler):
@@ -36,7 +37,7 @@ class KernelSampler(Sampler):
         if rows.dtype not in SUFFIXES:
             return super().pick(rows, asks, candidates)
         largest, tokens = self._kernels.largest(rows)
-        drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
+        drawing = [i for i, ask in enumerate(asks) if not takes(ask, tokens[i])]
         if drawing:
             asked = [asks[i] for i in drawing]
             wide = adjusted(taken(rows, drawing), asked)
@@ -71,6 +72,13 @@ class KernelSampler(Sampler):
         if ask.params.greedy:
             return int(row.argmax())
         return self._kernels.draw(row, ask.params, ask.uniform)
+
+
+def takes(ask: Ask, largest: int) -> bool:
+    """Whether the row's largest logit is what is picked: what a grammar allows is most often."""
+    if ask.changes_logits or not ask.params.greedy:
+        return False
+    return ask.allowed is None or allows(ask.allowed, largest)
 
 
 def _rule(ask: Ask) -> tuple[float, ...]:
