@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.model.kernels.interpreter import quicken
-
 # Long, and late in the alphabet: they run first, so that no worker is left alone with one.
 FIRST = (
     "server/test_end_to_end.py",
@@ -70,7 +68,6 @@ def _prepare(full):
     if not torch.cuda.is_available():
         # Triton reads it when it is first imported, by any module.
         os.environ.setdefault("TRITON_INTERPRET", "1")
-        quicken()
     if not full:
         hypothesis.settings.register_profile("usual", max_examples=50)
         hypothesis.settings.load_profile("usual")
