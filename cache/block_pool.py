@@ -1,15 +1,17 @@
-"""Block ids with reference counts. Knows integers only: no tokens, no sequences, no tensors.
+"""Block ids: how many hold each, in which order a sequence holds them, and how they change hands.
 
-A block that nobody holds keeps its content until it is the least recently freed one, so the
-order of the free list is the order of eviction.
+Knows integers only: no tensors, no requests. A block that nobody holds keeps its content until it
+is the least recently freed one, so the order of the free list is the order of eviction.
 """
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-
-class InvariantError(AssertionError):
-    """The cache's accounting is inconsistent: a bug of this program, never a bad request."""
+from ropewalk.cache.keeper import Keeper
+from ropewalk.cache.prefix import Entry, PrefixIndex
+from ropewalk.cache.types import BlockEvent, EventKind, InvariantError
 
 
 class BlockPool:
@@ -116,3 +118,88 @@ class BlockPool:
     def _require_usable(self, block: int) -> None:
         if not 0 < block < self.num_blocks:
             raise InvariantError(f"block {block} is not one of 1 to {self.num_blocks - 1}")
+
+
+@dataclass(slots=True)
+class Held:
+    """The blocks that one sequence holds, and how far their content is published."""
+
+    salt: str
+    # 64-bit arrays: every step copies them whole, and copying a list takes ten times as long.
+    blocks: "array[int]"
+    bases: "array[int]"
+    computed: int  # committed tokens
+    settled: int  # leading blocks that were shared, published or passed over
+    tip: Entry | None  # published entry with the content of the last settled block
+    chained: bool  # False: no further block can be published
+
+    def extend(self, blocks: Iterable[int], size: int) -> None:
+        """Hold further blocks of `size` tokens."""
+        for block in blocks:
+            # After an eviction that kept positions, a base exceeds the number of slots before it.
+            self.bases.append(self.bases[-1] + size if self.bases else 0)
+            self.blocks.append(block)
+
+    def rewind(self, index: PrefixIndex, size: int) -> None:
+        """After `computed` went back: take the last full block's entry as the tip again."""
+        full = self.computed // size
+        if full >= self.settled:
+            return
+        self.settled = full
+        self.tip = index.entry(self.blocks[full - 1]) if full else None
+        # A private duplicate of a published block has no entry of its own to continue from.
+        self.chained = self.chained and (full == 0 or self.tip is not None)
+
+    def end_chain(self, size: int) -> None:
+        """Stop publishing: later content depends on more than the tokens before it."""
+        self.settled = self.computed // size
+        self.tip = None
+        self.chained = False
+
+
+class Blocks:
+    """A pool's blocks as they change hands, of which the keeper learns, and who drains events."""
+
+    def __init__(self, pool: BlockPool, keeper: Keeper) -> None:
+        self.pool = pool
+        self.keeper = keeper
+        self._events: list[BlockEvent] = []
+
+    def take(self, seq: str, count: int) -> list[int]:
+        """Free blocks to be overwritten by `seq`; the caller has checked that there are some."""
+        taken = self.pool.take(count)
+        if taken is None:
+            raise InvariantError(f"{count} blocks are wanted after room for them was found")
+        self.overwrite(seq, taken)
+        return taken
+
+    def overwrite(self, seq: str, blocks: Sequence[int]) -> None:
+        """`seq`, their only holder, is about to overwrite them."""
+        self.keeper.vacate(blocks)
+        self._note(EventKind.TAKEN, seq, blocks)
+
+    def fill(self, seq: str, blocks: Iterable[int]) -> None:
+        """All slots of these are stored and committed."""
+        self._note(EventKind.FILLED, seq, blocks)
+
+    def share(self, seq: str, blocks: Sequence[int]) -> None:
+        """`seq` holds them, too, for their content."""
+        self.pool.share(blocks)
+        unverified = [block for block in blocks if block not in self.keeper.arrived]
+        self.keeper.held(blocks)
+        self._note(EventKind.REUSED, seq, unverified)
+
+    def give_back(self, seq: str, blocks: Sequence[int], bases: Sequence[int]) -> None:
+        """`seq` holds them no longer."""
+        for block, base in zip(blocks, bases, strict=True):
+            self._events.append(BlockEvent(EventKind.RELEASED, block, seq, base))
+        # Tail first, so that the continuation of a prefix is evicted before the prefix itself.
+        self.keeper.freed(self.pool.give_back(reversed(blocks)))
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What happened to blocks since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _note(self, kind: EventKind, seq: str, blocks: Iterable[int]) -> None:
+        self._events.extend(BlockEvent(kind, block, seq) for block in blocks)

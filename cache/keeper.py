@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.prefix import Entry, Kept, PrefixIndex
+from ropewalk.cache.types import InvariantError
 
 UNLIMITED = 1 << 30
 

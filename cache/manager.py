@@ -7,15 +7,16 @@ instead of released: what it had computed is kept for it, for as long as possibl
 """
 
 from array import array
-from collections.abc import Iterable, KeysView, Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.block_pool import BlockPool, Blocks, Held
 from ropewalk.cache.keeper import Keeper, Place, SpillCounts
-from ropewalk.cache.prefix import Digest, Entry, Kept, PrefixIndex, sound
-from ropewalk.cache.types import BlockEvent, EventKind
+from ropewalk.cache.prefix import Digest, Kept, PrefixIndex, sound
+from ropewalk.cache.rearranging import Rearranger
+from ropewalk.cache.types import BlockEvent, InvariantError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,6 @@ class BlockCounts:
     quarantined: int = 0  # out of use for good; one that is still held counts as active
 
 
-class Copy(NamedTuple):
-    """Request to copy the content of one block into another."""
-
-    source: int
-    target: int
-
-
 class Table(NamedTuple):
     """A sequence's blocks in order; position of a token = base of its block + offset."""
 
@@ -42,22 +36,10 @@ class Table(NamedTuple):
     bases: Sequence[int]
 
 
-@dataclass(slots=True)
-class _Sequence:
-    salt: str
-    # 64-bit arrays: every step copies them whole, and copying a list takes ten times as long.
-    blocks: "array[int]"
-    bases: "array[int]"
-    computed: int  # committed tokens
-    settled: int  # leading blocks that were shared, published or passed over
-    tip: Entry | None  # published entry with the content of the last settled block
-    chained: bool  # False: no further block can be published
-
-
 class _Parked(NamedTuple):
     """A sequence that gave up its blocks, and what is kept of them."""
 
-    sequence: _Sequence
+    sequence: Held
     contents: list[Kept]
 
 
@@ -86,9 +68,10 @@ class CacheManager:
         self._index = PrefixIndex(block_size, digest)
         self._keeper = Keeper(self._index, place)
         self._keeps = place is not None
-        self._sequences: dict[str, _Sequence] = {}
+        self._blocks = Blocks(self._pool, self._keeper)
+        self._sequences: dict[str, Held] = {}
         self._parked: dict[str, _Parked] = {}
-        self._events: list[BlockEvent] = []
+        self.rearranger = Rearranger(self._sequences, self._blocks, self._index, block_size)
 
     @property
     def sequences(self) -> KeysView[str]:
@@ -187,9 +170,10 @@ class CacheManager:
         retired = self._pool.retired
         contents = self._keeper.want(list(takewhile(lambda each: each not in retired, stored)))
         self._parked[seq] = _Parked(sequence, contents)
-        self._give_back(seq, sequence.blocks[len(contents) :], sequence.bases[len(contents) :])
+        kept = len(contents)
+        self._blocks.give_back(seq, sequence.blocks[kept:], sequence.bases[kept:])
         # Verified when they leave, or when they are taken up again.
-        self._keeper.freed(self._pool.give_back(reversed(sequence.blocks[: len(contents)])))
+        self._keeper.freed(self._pool.give_back(reversed(sequence.blocks[:kept])))
 
     def intact(self, seq: str) -> bool:
         """Whether everything that a parked `seq` had computed is still kept."""
@@ -208,7 +192,7 @@ class CacheManager:
         if missing > self._pool.num_free:
             return False
         if missing > 0:
-            self._extend(sequence, self._take(seq, missing))
+            sequence.extend(self._blocks.take(seq, missing), self.block_size)
         return True
 
     def commit(self, seq: str, tokens: Sequence[int], computed: int) -> None:
@@ -232,112 +216,7 @@ class CacheManager:
         if forget:
             for block in sequence.blocks:
                 self._keeper.withdraw(block)
-        self._give_back(seq, sequence.blocks, sequence.bases)
-
-    def fork(self, seq: str, child: str, length: int) -> list[Copy] | None:
-        """A new sequence `child` that begins as the first `length` computed tokens of `seq`.
-
-        Full blocks are shared. A partly filled last block is copied, as both sequences would write
-        into it. Returns None, and changes nothing, when there is no room for the copy.
-        """
-        parent = self._sequences[seq]
-        if child in self._sequences:
-            raise ValueError(f"the sequence {child!r} exists already")
-        if not 0 < length <= parent.computed:
-            raise ValueError(f"cannot fork at {length}: {seq} has {parent.computed} tokens")
-        full, rest = divmod(length, self.block_size)
-        if rest and not self._pool.num_free:
-            return None
-        forked = _Sequence(
-            salt=parent.salt,
-            blocks=parent.blocks[:full],
-            bases=parent.bases[: full + bool(rest)],
-            computed=length,
-            settled=parent.settled,
-            tip=parent.tip,
-            chained=parent.chained,
-        )
-        self._share(child, forked.blocks)
-        self._rewind(forked)
-        self._sequences[child] = forked
-        if not rest:
-            return []
-        copy = Copy(parent.blocks[full], self._take(child, 1)[0])
-        forked.blocks.append(copy.target)
-        return [copy]
-
-    def truncate(self, seq: str, length: int) -> list[Copy] | None:
-        """Forget the tokens after the first `length`; at least one is kept.
-
-        The last block will be written again, so this sequence must be its only holder. Returns
-        None, and changes nothing, when it is shared and there is no room for a copy.
-        """
-        sequence = self._sequences[seq]
-        if not 0 < length <= sequence.computed:
-            raise ValueError(f"cannot truncate {seq} to {length} of {sequence.computed} tokens")
-        kept = -(-length // self.block_size)
-        rewritten = range(kept - bool(length % self.block_size), kept)
-        freed = self._freed(sequence, range(kept, len(sequence.blocks)))
-        if self._shared(sequence, rewritten) > self._pool.num_free + freed:
-            return None
-        self._drop_blocks(seq, kept, len(sequence.blocks) - kept)
-        sequence.computed = length
-        self._rewind(sequence)
-        return self._own(seq, rewritten)
-
-    def evict(
-        self, seq: str, first: int, count: int, *, renumber: bool, rewrite: bool
-    ) -> list[Copy] | None:
-        """Drop `count` full blocks starting at `first`. What follows is never published again.
-
-        With `renumber` the later blocks close the gap. With `rewrite` as well, their content is
-        about to change, so they leave the prefix index and shared ones are copied. Returns None,
-        and changes nothing, when there is no room for the copies.
-        """
-        sequence = self._sequences[seq]
-        self._require_full(seq, first, count)
-        later = range(first + count, len(sequence.blocks))
-        rewritten = later if renumber and rewrite else range(0)
-        freed = self._freed(sequence, range(first, first + count))
-        if self._shared(sequence, rewritten) > self._pool.num_free + freed:
-            return None
-        self._drop_blocks(seq, first, count)
-        sequence.computed -= count * self.block_size
-        if renumber:
-            for index in range(first, len(sequence.blocks)):
-                sequence.bases[index] -= count * self.block_size
-        self._end_chain(sequence)
-        if not rewritten:
-            return []
-        return self._own(seq, range(first, len(sequence.blocks)))
-
-    def move(
-        self, source: str, first: int, count: int, target: str, *, rewrite: bool
-    ) -> list[Copy] | None:
-        """Append full blocks of `source` to `target`, which must end with a full block.
-
-        They are shared, or copied when `rewrite` says that their content is about to change.
-        Returns None, and changes nothing, when there is no room for the copies.
-        """
-        origin, goal = self._sequences[source], self._sequences[target]
-        self._require_full(source, first, count)
-        if goal.computed != len(goal.blocks) * self.block_size:
-            raise ValueError(f"{target} does not end with a full block")
-        moved = origin.blocks[first : first + count]
-        copies: list[Copy] = []
-        if rewrite:
-            if count > self._pool.num_free:
-                return None
-            copies = [Copy(*pair) for pair in zip(moved, self._take(target, count), strict=True)]
-            self._extend(goal, [copy.target for copy in copies])
-        elif set(moved) & set(goal.blocks):
-            raise ValueError(f"{target} holds some of these blocks already")
-        else:
-            self._share(target, moved)
-            self._extend(goal, moved)
-        goal.computed += count * self.block_size
-        self._end_chain(goal)
-        return copies
+        self._blocks.give_back(seq, sequence.blocks, sequence.bases)
 
     def shared(self, seq: str, index: int) -> bool:
         """Whether other sequences also hold block number `index` of `seq`."""
@@ -375,8 +254,7 @@ class CacheManager:
 
     def drain_events(self) -> list[BlockEvent]:
         """What happened to blocks since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self._blocks.drain_events()
 
     def spilled(self) -> SpillCounts:
         """What the second place holds, and how often it was used."""
@@ -409,7 +287,7 @@ class CacheManager:
 
     def _found(
         self, seq: str, tokens: Sequence[int], salt: str, most: int
-    ) -> tuple[list[Kept], _Sequence | None]:
+    ) -> tuple[list[Kept], Held | None]:
         """What a new or parked sequence can begin with, and the parked one if it is its own."""
         parked = self._parked.get(seq)
         kept = [] if parked is None else sound(parked.contents)
@@ -430,15 +308,15 @@ class CacheManager:
             return None
         sequence = self._beginning(found, salt) if parked is None else self._resumed(found, parked)
         # Hits first: blocks that are held cannot be evicted to make room for the rest.
-        self._share(seq, hits)
+        self._blocks.share(seq, hits)
         self.forget(seq)
-        self._extend(sequence, self._take(seq, growth))
+        sequence.extend(self._blocks.take(seq, growth), self.block_size)
         self._sequences[seq] = sequence
         return sequence.computed
 
-    def _beginning(self, found: Sequence[Kept], salt: str) -> _Sequence:
+    def _beginning(self, found: Sequence[Kept], salt: str) -> Held:
         """A sequence that begins with published blocks."""
-        sequence = _Sequence(
+        sequence = Held(
             salt=salt,
             blocks=array("q"),
             bases=array("q"),
@@ -447,101 +325,18 @@ class CacheManager:
             tip=self._index.entry(found[-1].block) if found else None,
             chained=self._sharing,
         )
-        self._extend(sequence, [kept.block for kept in found])
+        sequence.extend((kept.block for kept in found), self.block_size)
         return sequence
 
-    def _resumed(self, found: Sequence[Kept], parked: _Sequence) -> _Sequence:
+    def _resumed(self, found: Sequence[Kept], parked: Held) -> Held:
         """A parked sequence as it was, or as much of it as is still kept."""
         blocks = array("q", [kept.block for kept in found])
         computed = min(parked.computed, len(found) * self.block_size)
         resumed = replace(
             parked, blocks=blocks, bases=parked.bases[: len(found)], computed=computed
         )
-        self._rewind(resumed)
+        resumed.rewind(self._index, self.block_size)
         return resumed
-
-    def _extend(self, sequence: _Sequence, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            # After an eviction that kept positions, a base exceeds the number of slots before it.
-            base = sequence.bases[-1] + self.block_size if sequence.bases else 0
-            sequence.bases.append(base)
-            sequence.blocks.append(block)
-
-    def _note(self, kind: EventKind, seq: str, blocks: Iterable[int]) -> None:
-        self._events.extend(BlockEvent(kind, block, seq) for block in blocks)
-
-    def _take(self, seq: str, count: int) -> list[int]:
-        taken = self._pool.take(count)
-        if taken is None:
-            raise InvariantError(f"{count} blocks are wanted after room for them was found")
-        self._keeper.vacate(taken)
-        self._note(EventKind.TAKEN, seq, taken)
-        return taken
-
-    def _share(self, seq: str, blocks: Sequence[int]) -> None:
-        self._pool.share(blocks)
-        unverified = [block for block in blocks if block not in self._keeper.arrived]
-        self._keeper.held(blocks)
-        self._note(EventKind.REUSED, seq, unverified)
-
-    def _give_back(self, seq: str, blocks: Sequence[int], bases: Sequence[int]) -> None:
-        for block, base in zip(blocks, bases, strict=True):
-            self._events.append(BlockEvent(EventKind.RELEASED, block, seq, base))
-        # Tail first, so that the continuation of a prefix is evicted before the prefix itself.
-        self._keeper.freed(self._pool.give_back(reversed(blocks)))
-
-    def _drop_blocks(self, seq: str, first: int, count: int) -> None:
-        sequence = self._sequences[seq]
-        span = slice(first, first + count)
-        dropped, bases = sequence.blocks[span], sequence.bases[span]
-        del sequence.blocks[span], sequence.bases[span]
-        self._give_back(seq, dropped, bases)
-
-    def _shared(self, sequence: _Sequence, indices: range) -> int:
-        return sum(self._pool.refs(sequence.blocks[index]) > 1 for index in indices)
-
-    def _freed(self, sequence: _Sequence, indices: range) -> int:
-        """How many of these blocks are free to take once this sequence gives them up."""
-        blocks = (sequence.blocks[index] for index in indices)
-        return sum(self._pool.refs(each) == 1 and each not in self._pool.retired for each in blocks)
-
-    def _own(self, seq: str, indices: range) -> list[Copy]:
-        """Make blocks unpublished and held by `seq` alone; the caller has checked for room."""
-        sequence = self._sequences[seq]
-        copies = []
-        for index in indices:
-            block = sequence.blocks[index]
-            if self._pool.refs(block) == 1:
-                self._keeper.vacate([block])
-                self._note(EventKind.TAKEN, seq, [block])
-                continue
-            copies.append(Copy(block, self._take(seq, 1)[0]))
-            sequence.blocks[index] = copies[-1].target
-            self._give_back(seq, [block], [sequence.bases[index]])
-        return copies
-
-    def _rewind(self, sequence: _Sequence) -> None:
-        """After `computed` went back: take the last full block's entry as the tip again."""
-        full = sequence.computed // self.block_size
-        if full >= sequence.settled:
-            return
-        sequence.settled = full
-        sequence.tip = self._index.entry(sequence.blocks[full - 1]) if full else None
-        # A private duplicate of a published block has no entry of its own to continue from.
-        sequence.chained = sequence.chained and (full == 0 or sequence.tip is not None)
-
-    def _end_chain(self, sequence: _Sequence) -> None:
-        """Stop publishing: later content depends on more than the tokens before it."""
-        sequence.settled = sequence.computed // self.block_size
-        sequence.tip = None
-        sequence.chained = False
-
-    def _require_full(self, seq: str, first: int, count: int) -> None:
-        full = self._sequences[seq].computed // self.block_size
-        if first < 0 or count < 1 or first + count > full:
-            raise ValueError(
-                f"blocks {first} to {first + count - 1} of {seq} are not all full: {full} are"
-            )
 
     def _settle(self, seq: str, tokens: Sequence[int]) -> None:
         """Publish newly full blocks, each as the continuation of the one before.
@@ -551,7 +346,7 @@ class CacheManager:
         """
         sequence = self._sequences[seq]
         filled = range(sequence.settled, sequence.computed // self.block_size)
-        self._note(EventKind.FILLED, seq, (sequence.blocks[index] for index in filled))
+        self._blocks.fill(seq, (sequence.blocks[index] for index in filled))
         for index in filled:
             tip, block = sequence.tip, sequence.blocks[index]
             if tip is not None and not self._index.current(tip):

@@ -1,7 +1,7 @@
 """Operations on cached sequences: fork, truncate, evict and move, with what each one costs.
 
-Block bookkeeping is cache/manager.py's job; only entries that an encoding ties to a position are
-rewritten here. Appending is not among these operations: it is `reserve`, `write` and `commit`.
+Block bookkeeping is cache/rearranging.py's job; only entries that an encoding ties to a position
+are rewritten here. Appending is not among these operations: it is `reserve`, `write` and `commit`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache, tensor_on
 from ropewalk.cache.ledger import Ledger
-from ropewalk.cache.manager import CacheManager, Copy
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.rearranging import Copy
 from ropewalk.cache.types import (
     Capability,
     Evict,
@@ -172,15 +173,16 @@ class Operations:
                 return sum(each.slots for each in moving)
 
     def _rearrange(self, operation: Operation, *, rewrite: bool) -> list[Copy] | None:
+        rearranger = self._manager.rearranger
         match operation:
             case Fork(seq, child, length):
-                return self._manager.fork(seq, child, length)
+                return rearranger.fork(seq, child, length)
             case Truncate(seq, length):
-                return self._manager.truncate(seq, length)
+                return rearranger.truncate(seq, length)
             case Evict(seq, first, count, renumber):
-                return self._manager.evict(seq, first, count, renumber=renumber, rewrite=rewrite)
+                return rearranger.evict(seq, first, count, renumber=renumber, rewrite=rewrite)
             case Move(source, first, count, target):
-                return self._manager.move(source, first, count, target, rewrite=rewrite)
+                return rearranger.move(source, first, count, target, rewrite=rewrite)
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         for some in _batched(copies):

@@ -9,7 +9,7 @@ import secrets
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 
-from ropewalk.cache.block_pool import InvariantError
+from ropewalk.cache.types import InvariantError
 
 Digest = Callable[[bytes, str, bytes], bytes]  # (parent's digest, salt, packed tokens)
 ROOT = b""  # parent digest of a sequence's first block

@@ -8,6 +8,7 @@ only: context error is the same for every encoding and would hide what differs b
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import ClassVar
 
 BLOCK_SIZE = 16  # tokens per block, by default
 
@@ -65,6 +66,10 @@ class Unsupported(ValueError):
     """An operation that the encoding makes impossible; the message says why in one sentence."""
 
 
+class InvariantError(AssertionError):
+    """The cache's accounting is inconsistent: a bug of this program, never a bad request."""
+
+
 class NoRoom(RuntimeError):
     """Too few free blocks for the copies that an operation needs; nothing has changed."""
 
@@ -73,6 +78,7 @@ class NoRoom(RuntimeError):
 class Fork:
     """A new sequence `child` begins as the first `length` computed tokens of `seq`."""
 
+    op: ClassVar[Op] = Op.FORK
     seq: str
     child: str
     length: int
@@ -82,26 +88,18 @@ class Fork:
         """The sequence that the operation creates or modifies."""
         return self.child
 
-    @property
-    def op(self) -> Op:
-        return Op.FORK
-
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
     """Forget the tokens of `seq` after the first `length`."""
 
+    op: ClassVar[Op] = Op.TRUNCATE
     seq: str
     length: int
 
     @property
     def changed(self) -> str:
-        """The sequence that the operation creates or modifies."""
         return self.seq
-
-    @property
-    def op(self) -> Op:
-        return Op.TRUNCATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,6 @@ class Evict:
 
     @property
     def changed(self) -> str:
-        """The sequence that the operation creates or modifies."""
         return self.seq
 
     @property
@@ -127,6 +124,7 @@ class Evict:
 class Move:
     """Append `count` full blocks of `source`, starting at `first`, to `target`."""
 
+    op: ClassVar[Op] = Op.MOVE_SPAN
     source: str
     first: int
     count: int
@@ -134,12 +132,7 @@ class Move:
 
     @property
     def changed(self) -> str:
-        """The sequence that the operation creates or modifies."""
         return self.target
-
-    @property
-    def op(self) -> Op:
-        return Op.MOVE_SPAN
 
 
 Operation = Fork | Truncate | Evict | Move

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ropewalk.cache.types import BLOCK_SIZE, Evict, Move, Op, Unsupported
-from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like
 from ropewalk.model.architectures.base import Architecture, architectures
+from ropewalk.model.architectures.fields import Absent, Default, Disputed, Like
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.catalogue import LENGTHS, SHAPE, Ability, Place, example, facts
@@ -266,7 +266,8 @@ def configuration_page() -> str:
         rows = [f"## ropewalk {command.name}\n"]
         rows += ["|flag|variable|value|default|meaning|", "|---|---|---|---|---|"]
         for one in settings_of(command):
-            flags = "`, `".join([*one.opts, *one.secondary_opts]).replace("models", "MODEL")
+            words = [*one.opts, *one.secondary_opts]
+            flags = "`, `".join("MODEL" if word == "models" else word for word in words)
             cells = (f"`{flags}`", f"`{one.envvar}`", ", ".join(one.values))
             rows.append(f"|{'|'.join(cells)}|{one.default_in_words}|{one.help}|")
         parts.append("\n".join(rows))

@@ -9,8 +9,7 @@ copy brings everything back. Meanwhile the tokens can already be used on the dev
 result does not depend on other rows, except for how a GPU breaks ties between equal logits.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import isfinite
@@ -20,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import tensor_on
-from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
+from ropewalk.model.sampling import Ask, Picked, allows
 
 FIRST_CANDIDATES = 64
 WIDER = 8  # factor on candidates when those did not hold all that top_p and min_p keep
@@ -29,72 +29,8 @@ K = TypeVar("K", bound=Hashable)
 Drawn = tuple[Tensor, Tensor]  # tokens [S], and whether the candidates sufficed [S]
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What to sample from one row of logits."""
-
-    params: SamplingParams
-    tokens: Sequence[int]  # prompt and generated tokens
-    num_prompt: int
-    uniform: float  # in [0, 1): selects the token; unused when greedy
-    allowed: bytes | None = None  # the only tokens that may be picked, a bit each, lowest first
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether logits must be adjusted before a token is picked."""
-        params = self.params
-        return bool(
-            params.logit_bias
-            or params.repetition_penalty != 1
-            or params.presence_penalty
-            or params.frequency_penalty
-            or (self._forbids_stops and params.stop_ids)
-        )
-
-    @property
-    def takes_largest(self) -> bool:
-        """Whether the pick is simply the row's largest logit."""
-        return self.params.greedy and not self.changes_logits and self.allowed is None
-
-    @property
-    def _forbids_stops(self) -> bool:
-        """Whether the answer is too short to end; `allowed` has been made with that in mind."""
-        short = len(self.tokens) - self.num_prompt < self.params.min_tokens
-        return short and self.allowed is None
-
-    def changes(self) -> Mapping[int, tuple[float, float, float]]:
-        """By token: a bias to add, the repetition penalty, and what to subtract after it.
-
-        The repetition penalty considers prompt and answer, the other two only the answer.
-        Stop tokens are forbidden while the answer is shorter than min_tokens.
-        """
-        params, changes = self.params, defaultdict[int, list[float]](lambda: [0.0, 1.0, 0.0])
-        for token, bias in params.logit_bias.items():
-            changes[token][0] = bias
-        if params.repetition_penalty != 1:
-            for token in set(self.tokens):
-                changes[token][1] = params.repetition_penalty
-        if params.presence_penalty or params.frequency_penalty:
-            for token, count in Counter(self.tokens[self.num_prompt :]).items():
-                changes[token][2] = params.presence_penalty + params.frequency_penalty * count
-        if self._forbids_stops:
-            for token in params.stop_ids:
-                changes[token][2] = torch.inf
-        return {token: (bias, penalty, less) for token, (bias, penalty, less) in changes.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Picked:
-    """A token; meaningless where the row is not finite."""
-
-    token: int
-    finite: bool
-    logprob: float | None = None  # of the token, if requested
-    top: tuple[tuple[int, float], ...] = ()  # most likely tokens, log-probabilities
-
-
 class Sampler:
-    """Picks tokens on any device. model/kernels/cpu/sampler.py has a faster one for the CPU."""
+    """Picks tokens on any device; `KernelSampler` is faster on a CPU."""
 
     def pick(
         self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
@@ -169,6 +105,73 @@ class Sampler:
             else:
                 parts.append((members, _among_all(some, rule)))
         return _joined(parts)
+
+
+class KernelSampler(Sampler):
+    """Picks tokens with the CPU kernels; what it picks differs only by rounding."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def pick(
+        self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
+    ) -> list[Picked]:
+        """Like Sampler.pick, but moves to Python numbers as early as possible.
+
+        Once a step's weights have passed through the processor's caches, a torch operation on a few
+        numbers takes longer than a kernel on a whole row. Candidates always suffice.
+        """
+        if rows.dtype not in SUFFIXES:
+            return super().pick(rows, asks, candidates)
+        largest, tokens = self._kernels.largest(rows)
+        drawing = [i for i, ask in enumerate(asks) if not _takes(ask, tokens[i])]
+        if drawing:
+            asked = [asks[i] for i in drawing]
+            wide = adjusted(taken(rows, drawing), asked)
+            held = [at for at, ask in enumerate(asked) if ask.allowed is not None]
+            for at, token in zip(held, self._allowed(wide, asked, held), strict=True):
+                tokens[drawing[at]] = token
+            for at, ask in enumerate(asked):
+                if ask.allowed is None:
+                    tokens[drawing[at]] = self._drawn(wide[at], ask)
+        picked = [
+            Picked(token, isfinite(value)) for token, value in zip(tokens, largest, strict=True)
+        ]
+        if any(ask.params.logprobs is not None for ask in asks):
+            for members, scores in self.scores_of(rows, torch.tensor(tokens), asks):
+                note(picked, members, scores.tolist())
+        return picked
+
+    def scores(self, rows: Tensor, tokens: Tensor, count: int) -> Tensor:
+        if rows.dtype not in SUFFIXES:
+            return super().scores(rows, tokens, count)
+        return self._kernels.scores(rows, tokens, count)
+
+    def _allowed(self, wide: Tensor, asks: Sequence[Ask], held: Sequence[int]) -> list[int]:
+        """Tokens for those of the rows that `allowed` restricts."""
+        some = [asks[at] for at in held]
+        masks = masks_of(some, wide.shape[-1])
+        if masks is None:
+            return []
+        return self._kernels.pick_allowed(wide, held, masks, [_kernel_rule(ask) for ask in some])
+
+    def _drawn(self, row: Tensor, ask: Ask) -> int:
+        if ask.params.greedy:
+            return int(row.argmax())
+        return self._kernels.draw(row, ask.params, ask.uniform)
+
+
+def _takes(ask: Ask, largest: int) -> bool:
+    """Whether the row's largest logit is what is picked: what a grammar allows is most often."""
+    if ask.changes_logits or not ask.params.greedy:
+        return False
+    return ask.allowed is None or allows(ask.allowed, largest)
+
+
+def _kernel_rule(ask: Ask) -> tuple[float, ...]:
+    params = ask.params
+    temperature = 0.0 if params.greedy else params.temperature
+    return temperature, params.top_k, params.top_p, params.min_p, ask.uniform
 
 
 def masks_of(asks: Sequence[Ask], vocab: int) -> Tensor | None:

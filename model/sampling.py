@@ -1,7 +1,9 @@
-"""What a client may ask of the sampler. Plain data, no torch."""
+"""What is asked of the sampler: by a client, and for one row of logits. Plain data, no torch."""
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,70 @@ class SamplingParams:
         truncated = not (self.greedy or self.top_k) and (self.top_p < 1 or self.min_p > 0)
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(truncated or penalised or self.min_tokens or self.prompt_logprobs is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What to sample from one row of logits."""
+
+    params: SamplingParams
+    tokens: Sequence[int]  # prompt and generated tokens
+    num_prompt: int
+    uniform: float  # in [0, 1): selects the token; unused when greedy
+    allowed: bytes | None = None  # the only tokens that may be picked, a bit each, lowest first
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits must be adjusted before a token is picked."""
+        params = self.params
+        return bool(
+            params.logit_bias
+            or params.repetition_penalty != 1
+            or params.presence_penalty
+            or params.frequency_penalty
+            or (self._forbids_stops and params.stop_ids)
+        )
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether the pick is simply the row's largest logit."""
+        return self.params.greedy and not self.changes_logits and self.allowed is None
+
+    @property
+    def _forbids_stops(self) -> bool:
+        """Whether the answer is too short to end; `allowed` has been made with that in mind."""
+        short = len(self.tokens) - self.num_prompt < self.params.min_tokens
+        return short and self.allowed is None
+
+    def changes(self) -> Mapping[int, tuple[float, float, float]]:
+        """By token: a bias to add, the repetition penalty, and what to subtract after it.
+
+        The repetition penalty considers prompt and answer, the other two only the answer.
+        Stop tokens are forbidden while the answer is shorter than min_tokens.
+        """
+        params, changes = self.params, defaultdict[int, list[float]](lambda: [0.0, 1.0, 0.0])
+        for token, bias in params.logit_bias.items():
+            changes[token][0] = bias
+        if params.repetition_penalty != 1:
+            for token in set(self.tokens):
+                changes[token][1] = params.repetition_penalty
+        if params.presence_penalty or params.frequency_penalty:
+            for token, count in Counter(self.tokens[self.num_prompt :]).items():
+                changes[token][2] = params.presence_penalty + params.frequency_penalty * count
+        if self._forbids_stops:
+            for token in params.stop_ids:
+                changes[token][2] = inf
+        return {token: (bias, penalty, less) for token, (bias, penalty, less) in changes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """A token; meaningless where the row is not finite."""
+
+    token: int
+    finite: bool
+    logprob: float | None = None  # of the token, if requested
+    top: tuple[tuple[int, float], ...] = ()  # most likely tokens, log-probabilities
 
 
 def allows(mask: bytes, token: int) -> bool:

@@ -16,6 +16,8 @@ from ropewalk.server import download
 from ropewalk.server.errors import UsageError
 from ropewalk.server.listen import is_loopback
 
+DEFAULT_MODEL = "smollm2"
+USUAL_MODELS = 4  # at once, of those in a folder; llama.cpp's server has as many
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _NAMED = re.compile(r"([\w.:-]+)=(.+)")
 
@@ -94,7 +96,11 @@ class HttpOptions:
 class ServerConfig:
     """All settings of `ropewalk serve`."""
 
-    models: tuple[ModelSource, ...]
+    models: tuple[ModelSource, ...]  # loaded at the start
+    others: tuple[ModelSource, ...]  # which may be loaded later
+    max_models: int  # in memory at the same time
+    come_and_go: bool  # whether models are loaded and unloaded by requests
+    models_autoload: bool  # by the first request for one of them
     loading: ModelOptions
     cache: CacheOptions
     limits: LimitOptions
@@ -122,6 +128,19 @@ def model_source(value: str) -> ModelSource:
     if path.is_dir():
         return ModelSource(path.resolve().name, value)
     return ModelSource(value, value)
+
+
+def models_in(value: str) -> tuple[ModelSource, ...]:
+    """What a folder holds: .gguf files, and folders with a config.json."""
+    folder = Path(value)
+    files = [ModelSource(path.stem, str(path)) for path in folder.glob("*.gguf")]
+    folders = [path.parent for path in folder.glob("*/config.json")]
+    found = [*files, *(ModelSource(path.name, str(path)) for path in folders)]
+    if not found:
+        raise ValueError(
+            f"{value} holds no models; give a folder of .gguf files and of folders with config.json"
+        )
+    return tuple(sorted(found, key=lambda source: source.name))
 
 
 def model_name(value: str) -> str:
@@ -214,9 +233,17 @@ def _of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
     """From the values of `ropewalk serve`. Raises UsageError when two contradict each other."""
-    members = [member for source in values["models"] for member in _members(source)]
+    found, most = values["models_dir"], values["max_models"]
+    sources = values["models"] or ([] if found else [ModelSource(DEFAULT_MODEL, DEFAULT_MODEL)])
+    members = [member for source in sources for member in _members(source)]
+    named = _named(members, values["served_model_name"])
+    at_once = most or max(len(named), USUAL_MODELS if found else 1)
     config = ServerConfig(
-        models=_named(members, values["served_model_name"]),
+        models=named[:at_once],
+        others=(*named[at_once:], *found),
+        max_models=at_once,
+        come_and_go=bool(most or found or values["models_autoload"]),
+        models_autoload=values["models_autoload"],
         loading=_of(ModelOptions, values),
         cache=_of(CacheOptions, values),
         limits=_of(LimitOptions, values),
@@ -282,7 +309,7 @@ def _allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
 
 
 def _check(config: ServerConfig) -> None:
-    names = [model.name for model in config.models]
+    names = [model.name for model in (*config.models, *config.others)]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(

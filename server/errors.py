@@ -18,7 +18,7 @@ ServeError               answers a request: status, type, code, and a reason for
 │   ├── InternalError    500: on the HTTP side
 │   └── WeightsChanged   503
 ├── NotReady             503
-│   └── ModelWithdrawn, ShuttingDown
+│   └── ModelWithdrawn, ModelNotLoaded, ShuttingDown
 └── DeadlineExceeded     504
 """
 
@@ -284,13 +284,30 @@ class NotReady(ServeError):
     status = 503
     code = "not_ready"
     closes = True
-    retry_after = RESTART_SECONDS
+    retry_after: int | None = RESTART_SECONDS
 
 
 class ModelWithdrawn(NotReady):
     """The model answers nothing any more: its weights have changed in memory."""
 
     code = "model_withdrawn"
+
+
+class ModelNotLoaded(NotReady):
+    """The model is one of this server's, but not in memory."""
+
+    code = "model_not_loaded"
+    closes = False
+
+    def __init__(self, message: str, *, retry_after: int | None) -> None:
+        """retry_after: None where only an operator can help."""
+        super().__init__(message, "model")
+        self.retry_after = retry_after
+
+    def headers(self, length: int) -> Headers:
+        # Clients would otherwise try three times.
+        hopeless: Headers = [(b"x-should-retry", b"false")] if self.retry_after is None else []
+        return [*super().headers(length), *hopeless]
 
 
 class ShuttingDown(NotReady):

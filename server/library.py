@@ -22,8 +22,8 @@ from ropewalk.server.engine.async_engine import AsyncEngine, Batch
 from ropewalk.server.errors import CommandError, ServeError, UnsupportedField, UsageError
 from ropewalk.server.launch.build import Loaded, engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.answers import Choice, Piece
 from ropewalk.server.openai.body import read_body
-from ropewalk.server.openai.choice import Choice, Piece
 from ropewalk.server.openai.requests import (
     chat_prompt,
     choices_for,

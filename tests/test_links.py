@@ -27,8 +27,8 @@ ADDED = {"model/encodings/kerple.py", "model/architectures/starcoder2.py", "mode
 # Flags of other programs: containers, conversions to other formats, kubectl.
 FOREIGN = {
     *("--allow-requantize", "--build", "--file", "--filename", "--gpus", "--group-size"),
-    *("--outfile", "--outtype", "--ratio", "--rm", "--target", "--task", "--tasks"),
-    "--weight-format",
+    *("--kustomize", "--outfile", "--outtype", "--ratio", "--rm", "--secure-serving", "--target"),
+    *("--task", "--tasks", "--weight-format"),
 }
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -130,6 +130,7 @@ def test_every_path_is_in_the_docs_and_no_other() -> None:
         f"{method.upper()} {path}" for path, methods in described.items() for method in methods
     }
     optional = {"GET /v1/encodings", "GET /v1/cache", "POST /v1/cache/plan", "POST /v1/cache/flush"}
+    optional |= {"POST /v1/models/load", "POST /v1/models/unload"}
     paths = re.findall(r"`((?:GET|POST) /\S*)`", text_of(ROOT / "docs" / "http.md"))
     assert len(paths) == len(set(paths))
     assert served <= set(paths) <= served | optional

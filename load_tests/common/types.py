@@ -22,6 +22,9 @@ The modules, in the order of a load test (an arrow: uses):
     *_plots → plot → charts → svg       one plot: findings, charts, numbers; words has the sentences
     compare                             two results
 
+plan predicts what many replicas do: plan → service, simulate → prefix_cache, dispatch → routing,
+traffic, and figures.
+
 Programs of their own, over HTTP: self_test (is the client fast enough?), overload and soak (what
 happens when more is asked than a server can?), peers with systems, peer_table, roofline and
 openvino_server (beside another server). Without a server:

@@ -31,8 +31,7 @@ from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
-from ropewalk.server.openai.choice import Choice
-from ropewalk.server.openai.responses import DONE, CompletionWire
+from ropewalk.server.openai.answers import DONE, Choice, CompletionWire
 from ropewalk.server.openai.served_models import Models, Served
 from ropewalk.server.scheduling.request import Limits, StepStats
 

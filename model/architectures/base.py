@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, prefixed
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, prefixed
 from ropewalk.model.architectures.stored import Parameters
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.weights.base import CheckpointError, WeightFile, shown

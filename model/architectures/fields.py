@@ -1,15 +1,57 @@
 """Strict reading of a model's description: every value is typed, bounded and accounted for.
 
-Knows config.json objects and GGUF metadata as plain mappings, no particular model.
+Knows config.json objects and GGUF metadata as plain mappings, no particular model. What it means
+that a key is absent, and who says so, is a table of each family; docs/checkpoints.md shows them.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from logging import getLogger
 
-from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like
 from ropewalk.model.weights.base import CheckpointError, shown
 
 log = getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """The value of another key."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """What an absent key means, and who says so."""
+
+    value: int | float | Like
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disputed:
+    """An absent key that does not mean the same to everybody, so a file must state it."""
+
+    meanings: str  # after "its absence means"
+
+
+Absent = dict[str, Default | Disputed]
+
+
+def by(who: str, /, **values: int | float | Like) -> Absent:
+    """Defaults from one source."""
+    return {key: Default(value, who) for key, value in values.items()}
+
+
+def prefixed(absent: Absent, prefix: str) -> Absent:
+    """The same of keys that all begin so."""
+    return {prefix + key: _behind(what, prefix) for key, what in absent.items()}
+
+
+def _behind(what: Default | Disputed, prefix: str) -> Default | Disputed:
+    if isinstance(what, Default) and isinstance(what.value, Like):
+        return Default(Like(prefix + what.value.key), what.by)
+    return what
 
 
 class Fields:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import rotation, rotation_gguf, stored
-from ropewalk.model.architectures.absent import Absent, Default, Like
 from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
     LLAMA_CPP,
@@ -21,7 +20,7 @@ from ropewalk.model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Default, Fields, Like
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.weights.base import WeightFile
 

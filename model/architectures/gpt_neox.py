@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import stored
-from ropewalk.model.architectures.absent import Absent, Default, Disputed, Like, by
 from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, activation
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Default, Disputed, Fields, Like, by
 from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.architectures.rotation import rope_from_hf, rope_spec
 from ropewalk.model.config import ModelConfig

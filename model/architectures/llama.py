@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, Like, by
 from ropewalk.model.architectures.common import TRANSFORMERS
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, Like, by
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
 

@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, Disputed, by
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Disputed, Fields, by
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
 

@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ropewalk.model.architectures import stored
-from ropewalk.model.architectures.absent import Absent, Disputed, by
 from ropewalk.model.architectures.common import TRANSFORMERS, harmless_in_hf
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Disputed, Fields, by
 from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 

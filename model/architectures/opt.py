@@ -4,9 +4,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import stored
-from ropewalk.model.architectures.absent import Absent, by
 from ropewalk.model.architectures.common import TRANSFORMERS, Most, activation
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, by
 from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 

@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from ropewalk.model.architectures import stored
-from ropewalk.model.architectures.absent import Absent, Like, by
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, Like, by
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import ModelConfig

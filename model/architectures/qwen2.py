@@ -3,9 +3,8 @@
 from dataclasses import replace
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, by
 from ropewalk.model.architectures.common import TRANSFORMERS
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, by
 from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import ModelConfig

@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, by
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, by
 from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
 from ropewalk.model.architectures.qwen2 import Qwen2
 

@@ -8,9 +8,8 @@ ignoring it could change the answers. Knows descriptions, no particular family.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ropewalk.model.architectures.absent import Like, by
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Fields, Like, by
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.common.rope_scaling import longrope_magnitude, yarn_magnitude
 from ropewalk.model.encodings.common.rotary import Layout

@@ -7,9 +7,8 @@ understood is refused. Knows no particular family.
 from collections.abc import Sequence
 from typing import Any
 
-from ropewalk.model.architectures.absent import Absent, Default
 from ropewalk.model.architectures.common import LLAMA_CPP, Most
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Default, Fields
 from ropewalk.model.architectures.rotation import positive_numbers, rope_spec, stretched
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.common.rope_scaling import yarn_magnitude

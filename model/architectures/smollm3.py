@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, by
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Fields, by
 from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
 from ropewalk.model.architectures.rotation import ROTATED
 

@@ -8,7 +8,6 @@ import dataclasses
 import re
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent, Default, Like, by
 from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
     ACTIVATIONS,
@@ -21,7 +20,7 @@ from ropewalk.model.architectures.common import (
     refuse_split,
     vocab_size_of_gguf,
 )
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Absent, Default, Fields, Like, by
 from ropewalk.model.architectures.stored import Parameters
 from ropewalk.model.architectures.t5_stored import GGUF, HUGGING_FACE, encoder_decoder
 from ropewalk.model.config import Activation, EncoderDecoderConfig, EncodingSpec, ModelConfig

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from ropewalk.model.architectures.absent import Absent
+from ropewalk.model.architectures.fields import Absent
 from ropewalk.model.architectures.mt5 import MT5
 from ropewalk.model.architectures.t5 import T5
 

@@ -14,19 +14,17 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from ropewalk.model.catalogue import Place
-from ropewalk.server.app.cache import cache_routes
-from ropewalk.server.app.cache_plan import CachePlanner
-from ropewalk.server.app.described import described_routes
+from ropewalk.server.app.cache import CachePlanner, cache_routes
 from ropewalk.server.app.embeddings import embedding_routes
-from ropewalk.server.app.encodings import encoding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
-from ropewalk.server.app.operations import operation_routes
+from ropewalk.server.app.operations import Loader, model_routes, operation_routes
 from ropewalk.server.app.tokens import token_routes
 from ropewalk.server.app.translated import translated_routes
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import MethodNotAllowed, RouteNotFound, ServeError, quoted
 from ropewalk.server.http.access_log import HttpLog
+from ropewalk.server.http.door import Door, Shedder
 from ropewalk.server.http.middleware import (
     Addressed,
     Admission,
@@ -42,13 +40,14 @@ from ropewalk.server.http.middleware import (
     Traced,
     Traces,
 )
-from ropewalk.server.http.shedding import Shedder
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.long_work import share_interpreter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.versions import installed
+
+Application = FastAPI
+MAX_BODY = 4 << 20  # bytes, where the configuration sets no limit
 
 
 def create_app(
@@ -59,11 +58,13 @@ def create_app(
     place: Place | None = None,
     planners: Mapping[str, CachePlanner] | None = None,
     traces: Traces | None = None,
+    loader: Loader | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops the engine.
 
-    /v1/encodings describes `place`, and `planners`, by model, answer /v1/cache/plan; without them
-    these routes do not exist. `app.state.drain` is the Drain for server/http/protocol.py's Server.
+    /v1/encodings describes `place`, `planners`, by model, answer /v1/cache/plan, and `loader` loads
+    and unloads models; without them these routes do not exist. `app.state.drain` is the Drain for
+    server/http/protocol.py's Server.
     """
     drain = Drain()
     log = HttpLog(metrics, access_log=options.access_log)
@@ -76,6 +77,7 @@ def create_app(
             # For server/http/protocol.py.
             yield {"unread": log.unread, "shedder": Shedder(door, drain, identify, log)}
         finally:
+            await models.close()
             await engine.stop()
             log.close()
             if traces is not None:
@@ -83,15 +85,15 @@ def create_app(
 
     app = FastAPI(
         title="Ropewalk",
-        version=own_version(),
+        version=installed("ropewalk"),
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.drain = drain
-    door = Door((served.name for served in models), engine.outlook)
+    app.state.drain, app.state.models = drain, models
+    door = Door(dict.fromkeys(models.names.values()), engine.outlook)
     hosts, keys = Hosts(options.allowed_hosts), Keys(options.api_keys)
 
     def identify(scope: Scope) -> str:
@@ -100,15 +102,12 @@ def create_app(
         return keys.client(scope) if options.api_keys else ""
 
     serving = Serving(models, engine, metrics, drain, options)
-    routers = [openai_routes(serving), translated_routes(serving)]
+    routers = [] if loader is None else [model_routes(serving, loader)]
+    routers += [openai_routes(serving), translated_routes(serving)]
     routers += [embedding_routes(serving), token_routes(serving)]
-    if place is not None:
-        routers.append(encoding_routes(models, place))
     if planners is not None:
         routers.append(cache_routes(serving, planners))
-    routers.append(operation_routes(serving, own_version()))
-    names = [name for served in models for name in (served.name, *served.aliases)]
-    routers.append(described_routes(names, with_key=bool(options.api_keys)))
+    routers.append(operation_routes(serving, installed("ropewalk"), place))
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -138,10 +137,6 @@ def create_app(
     return app
 
 
-def own_version() -> str:
-    return installed("ropewalk")
-
-
 def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
     if error.status_code == 405:
         allowed = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")}
@@ -158,5 +153,8 @@ def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
 def _body_limit(models: Models, options: HttpOptions) -> int:
     if options.max_body_bytes is not None:
         return options.max_body_bytes
-    longest = max(served.max_context for served in models)
-    return min(4 << 20, (64 << 10) + 256 * longest)
+    loaded = [models.get(own) for own in models.names.values()]
+    contexts = [served.max_context for served in loaded if served is not None]
+    if len(contexts) < len(loaded):  # those of the others are not known yet
+        return MAX_BODY
+    return min(MAX_BODY, (64 << 10) + 256 * max(contexts))

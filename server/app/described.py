@@ -5,25 +5,24 @@ of what else is accepted (server/openai/body.py), errors by their tree (server/e
 is made before somebody asks.
 """
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from html import escape
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from ropewalk.server.app.openai import SCHEMAS
 from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
 from ropewalk.server.openai.schemas import BODIES
+from ropewalk.server.translators.messages_body import CountBody, MessagesBody
+from ropewalk.server.translators.responses_body import ResponsesBody
 
-_AT = "#/components/schemas/"
 _NULL = {"type": "null"}
 # Statuses of the errors that a request can meet anywhere, with a body, and on its way to an answer.
 _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
@@ -50,47 +49,17 @@ table{{border-collapse:collapse;width:100%}}td,th{{border-top:1px solid #ccc;pad
 {routes}</html>"""
 
 
-def accepts(body: str, *, streams: bool = False) -> dict[str, Any]:
-    """What a route that reads a body, of the class of that name, tells `router.post` of it."""
-    schema = {"$ref": f"{_AT}{body}"}
-    content = {"application/json": {"schema": schema}}
-    events: dict[str, Any] = {"text/event-stream": {}} if streams else {}
-    return {
-        "response_model": None,
-        "responses": {200: {"content": {"application/json": {}, **events}}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
+def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[bytes, str]:
+    """What describes the application: OpenAPI's JSON, and the same as a page.
 
-
-def described_routes(names: Sequence[str], *, with_key: bool) -> APIRouter:
-    """names: all that models are served under. with_key: whether requests need one."""
-    router = APIRouter()
-
-    @cache
-    def found(app: FastAPI) -> tuple[bytes, str]:
-        about = describe(app, names, with_key=with_key)
-        return json_bytes(about), "".join(_page(about))
-
-    @router.get("/openapi.json", response_model=None)
-    async def openapi(request: Request) -> Response:
-        """This description, in OpenAPI."""
-        data, _ = await asyncio.to_thread(found, request.app)
-        return Response(data, media_type="application/json")
-
-    @router.get("/docs", response_model=None, response_class=HTMLResponse)
-    async def docs(request: Request) -> Response:
-        """This description, as a page."""
-        _, page = await asyncio.to_thread(found, request.app)
-        return HTMLResponse(page)
-
-    return router
+    names: all that models are served under. with_key: whether requests need one.
+    """
+    about = describe(app, names, with_key=with_key)
+    return json_bytes(about), "".join(_page(about))
 
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    from ropewalk.server.translators.messages_body import CountBody, MessagesBody
-    from ropewalk.server.translators.responses_body import ResponsesBody
-
     bodies: tuple[type[BaseModel], ...] = (*BODIES, ResponsesBody, MessagesBody, CountBody)
     about = get_openapi(
         title=app.title,
@@ -99,7 +68,7 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
         routes=app.routes,
     )
     _, defined = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template=f"{_AT}{{model}}"
+        [(body, "validation") for body in bodies], ref_template=f"{SCHEMAS}{{model}}"
     )
     schemas: dict[str, Any] = {name: _nullable(each) for name, each in defined["$defs"].items()}
     for body in bodies:
@@ -166,7 +135,7 @@ def _error(codes: list[str]) -> dict[str, Any]:
 
 def _refused(codes: list[str], path: str) -> dict[str, Any]:
     name = "MessagesError" if path.startswith("/v1/messages") else "Error"
-    content = {"application/json": {"schema": {"$ref": f"{_AT}{name}"}}}
+    content = {"application/json": {"schema": {"$ref": f"{SCHEMAS}{name}"}}}
     return {"description": ", ".join(codes), "content": content}
 
 
@@ -194,7 +163,7 @@ def _route(method: str, path: str, operation: Mapping[str, Any], schemas: Mappin
         parts.append(_table(f"in the {parameter['in']}", {**needed, "properties": fields}, schemas))
     if "requestBody" in operation:
         name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
-        parts.append(_table("body", schemas[name.removeprefix(_AT)], schemas))
+        parts.append(_table("body", schemas[name.removeprefix(SCHEMAS)], schemas))
     errors = "".join(
         f"<tr><td>{status}<td>{escape(each['description'])}"
         for status, each in operation["responses"].items()
@@ -222,7 +191,7 @@ def _kind(field: Mapping[str, Any], schemas: Mapping[str, Any]) -> str:
             forms = [_kind(each, schemas) for each in field[key] if each != _NULL]
             return " or ".join(dict.fromkeys(forms))
     if "$ref" in field:
-        name: str = field["$ref"].removeprefix(_AT)
+        name: str = field["$ref"].removeprefix(SCHEMAS)
         inside = ", ".join(schemas[name].get("properties", ()))
         return f"{name} {{{inside}}}"
     if "enum" in field or "const" in field:

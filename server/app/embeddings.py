@@ -13,10 +13,9 @@ from starlette.types import Send
 
 from ropewalk.model.config import Pooling
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.generation import EngineResponse, no_end
-from ropewalk.server.app.openai import Serving
+from ropewalk.server.app.openai import EngineResponse, Serving, accepts, no_end
 from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
 from ropewalk.server.http.streaming import EventStream, Lifeline
 from ropewalk.server.long_work import json_bytes, off_loop
@@ -30,7 +29,6 @@ from ropewalk.server.openai.requests import (
 )
 from ropewalk.server.openai.schemas import EmbeddingBody
 from ropewalk.server.openai.served_models import Served
-from ropewalk.server.scheduling.queue import Visit
 from ropewalk.server.scheduling.request import Request as EngineRequest
 from ropewalk.server.scheduling.request import Vector
 
@@ -46,7 +44,7 @@ def embedding_routes(serving: Serving) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         """One vector for each input: of the last token or the mean of all, normalised."""
         body = await body_of(request, EmbeddingBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         state = state_of(request.scope)
         salt = combined_salt(state.get("salt", ""), body.cache_salt)
         requests = await embedding_requests(body, served, salt, state.get("client", ""))
@@ -65,9 +63,7 @@ class Embeddings(EngineResponse):
         served: Served,
         requests: Sequence[EngineRequest],
     ) -> None:
-        super().__init__(
-            served.name, requests, serving.engine, serving.metrics, serving.drain, serving.options
-        )
+        super().__init__(serving, served.name, requests)
         self._body = body
         self._served = served
 
@@ -75,7 +71,8 @@ class Embeddings(EngineResponse):
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
     ) -> None:
         found: dict[int, Vector] = {}
-        async with aclosing(self._engine.generate(self._model, self._requests)) as batches:
+        engine = self._serving.engine
+        async with aclosing(engine.generate(self._model, self._requests)) as batches:
             async for batch in batches:
                 if visit is not None:
                     visit.begin()

@@ -1,22 +1,48 @@
-"""The routes of OpenAI's API: completions, chat completions and models."""
+"""OpenAI's API: the routes, and how an answer is sent, from the body to the last byte.
 
+server/openai makes requests of bodies, and what is sent of the engine's events. An answer is
+streamed or whole; Serving is what all routes share.
+"""
+
+import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from json import dumps
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.generation import Answer, Generation
 from ropewalk.server.config import HttpOptions
-from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.engine.async_engine import AsyncEngine, Batch
+from ropewalk.server.errors import (
+    DeadlineExceeded,
+    InternalError,
+    RequestFailed,
+    ServeError,
+    ShuttingDown,
+)
+from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.streaming import Drain
+from ropewalk.server.http.streaming import Drain, End, Ended, EventStream, Lifeline
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.metrics.exporter import Metrics
+from ropewalk.server.openai.answers import (
+    PING,
+    ChatWire,
+    Choice,
+    CompletionWire,
+    Piece,
+    TokenIds,
+    Wire,
+    total_usage,
+)
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.requests import (
     Prompt,
@@ -26,11 +52,30 @@ from ropewalk.server.openai.requests import (
     compiled_grammar,
     completion_prompts,
 )
-from ropewalk.server.openai.responses import ChatWire, CompletionWire, TokenIds, Wire
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from ropewalk.server.openai.served_models import Models, Served
+from ropewalk.server.scheduling.request import FinishReason
+from ropewalk.server.scheduling.request import Request as EngineRequest
 
-MANY = 64  # requests, which take milliseconds to make
+SCHEMAS = "#/components/schemas/"  # in /openapi.json
+MANY_REQUESTS = 64  # which take milliseconds to make
+MANY_TOKENS = 1024  # which take milliseconds to serialise where they have scores
+
+Batches = AsyncGenerator[Batch, None]
+
+_log = logging.getLogger("ropewalk.http")
+
+
+def accepts(body: str, *, streams: bool = False) -> dict[str, Any]:
+    """What a route that reads a body, of the class of that name, tells `router.post` of it."""
+    schema = {"$ref": f"{SCHEMAS}{body}"}
+    content = {"application/json": {"schema": schema}}
+    events: dict[str, Any] = {"text/event-stream": {}} if streams else {}
+    return {
+        "response_model": None,
+        "responses": {200: {"content": {"application/json": {}, **events}}},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +88,24 @@ class Serving:
     drain: Drain
     options: HttpOptions
 
-    def find(self, request: Request, name: str | None) -> Served:
-        """The model of that name; from here on, refusals are counted for it."""
-        served = self.models.get(name)
+    async def find(self, request: Request, name: str | None) -> Served:
+        """The model of that name, loaded until the request is over.
+
+        From here on, refusals are counted for it.
+        """
+        own = self.models.name(name)
         state = state_of(request.scope)
-        state["model"] = served.name
+        state["model"] = own
         if "visit" in state:
-            state["visit"].choose(served.name)
-        return served
+            state["visit"].choose(own)
+        return await self.models.hold(own, state["held"])
+
+    async def chosen(self, request: Request, name: str | None) -> list[Served]:
+        """The model of that name, else all that are loaded."""
+        if name is not None:
+            return [await self.find(request, name)]
+        held = state_of(request.scope)["held"]
+        return [await self.models.hold(served.name, held) for served in list(self.models)]
 
     async def answer(
         self,
@@ -59,20 +114,15 @@ class Serving:
         served: Served,
         prompts: Sequence[Prompt],
         wire: Wire,
-    ) -> Generation:
+    ) -> "Generation":
         state = state_of(request.scope)
         salt = combined_salt(state.get("salt", ""), body.cache_salt)
         client = state.get("client", "")
         grammar = await compiled_grammar(body, prompts[0], served)
         make = partial(choices_for, body, prompts, served, salt, client, grammar)
-        answer = Answer(
-            model=served.name,
-            choices=await off_loop(make, len(prompts) * body.n, MANY),
-            n=body.n,
-            wire=wire,
-            stream=(body.stream_options or StreamOptions()) if body.stream else None,
-        )
-        return Generation(answer, self.engine, self.metrics, self.drain, self.options)
+        choices = await off_loop(make, len(prompts) * body.n, MANY_REQUESTS)
+        stream = (body.stream_options or StreamOptions()) if body.stream else None
+        return Generation(self, served.name, choices, body.n, wire, stream)
 
 
 def openai_routes(serving: Serving) -> APIRouter:
@@ -82,7 +132,7 @@ def openai_routes(serving: Serving) -> APIRouter:
     async def completions(request: Request) -> Response:
         """Continues prompts, which are texts or token ids."""
         body = await body_of(request, CompletionBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         prompts = await completion_prompts(body, served)
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, prompts, wire)
@@ -91,7 +141,7 @@ def openai_routes(serving: Serving) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, in the model's own template."""
         body = await body_of(request, ChatBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         prompt = await chat_prompt(body, served)
         wire = ChatWire(_id("chatcmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, [prompt], wire)
@@ -99,17 +149,13 @@ def openai_routes(serving: Serving) -> APIRouter:
     @router.get("/v1/models", response_model=None)
     async def models() -> Response:
         """What is served, under all its names."""
-        data = [
-            _described(served, name)
-            for served in serving.models
-            for name in (served.name, *served.aliases)
-        ]
+        data = [described(serving.models, name) for name in serving.models.names]
         return JSONResponse({"object": "list", "data": data})
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def model(name: str) -> Response:
         """One of these."""
-        return JSONResponse(_described(serving.models.get(name), name))
+        return JSONResponse(described(serving.models, name))
 
     return router
 
@@ -122,16 +168,219 @@ def _token_ids(body: CompletionBody | ChatBody) -> TokenIds:
     return TokenIds(beside_text=body.return_token_ids, for_scored=body.return_tokens_as_token_ids)
 
 
-def _described(served: Served, name: str) -> dict[str, object]:
-    """The model under one of its names; `root` is the first of them."""
-    return {
-        **served.details,
+def described(models: Models, name: str) -> dict[str, object]:
+    """A model under one of its names; `root` is the first of them. Raises ModelNotFound."""
+    own = models.name(name)
+    served = models.get(own)
+    found = {
         "id": name,
         "object": "model",
-        "created": served.created,
+        "created": models.created if served is None else served.created,
         "owned_by": "ropewalk",
-        "root": served.name,
+        "root": own,
         "parent": None,
-        "max_model_len": served.max_context,
-        "encoding": served.encoding,
+        "status": models.status(own),
     }
+    if served is None:
+        return found
+    known = {"max_model_len": served.max_context, "encoding": served.encoding}
+    return {**served.details, **found, **known}
+
+
+class EngineResponse(Response):
+    """What the engine computes, sent. Raises errors before the first byte, to become a status."""
+
+    _ping = PING  # keeps an idle stream open
+
+    def __init__(
+        self,
+        serving: Serving,
+        model: str,
+        requests: Sequence[EngineRequest],
+        n: int = 1,
+    ) -> None:
+        """n: how many of the requests are for each prompt."""
+        super().__init__()
+        self._serving = serving
+        self._model = model
+        self._requests = requests
+        self._n = n
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        serving, model, state = self._serving, self._model, state_of(scope)
+        state["requests"], state["n"] = self._requests, self._n
+        ping_s, stalled_s = serving.options.ping_s, serving.options.stalled_write_s
+        lifeline = Lifeline(receive, serving.options.request_timeout_s, serving.drain)
+        out = EventStream(send, lifeline, ping=self._ping, ping_s=ping_s, stalled_s=stalled_s)
+        try:
+            async with lifeline:
+                await self._run(out, lifeline, send, state.get("visit"))
+            return
+        except Ended as ended:
+            state["failure"] = ended.why.name.lower()
+            if ended.why in (End.DISCONNECTED, End.STALLED):
+                serving.metrics.disconnected(model)
+                _abort_connection(scope)
+                return
+            error = _cut_short(ended.why)
+        except ServeError as refused:
+            error = refused
+            if isinstance(refused, RequestFailed):
+                _log.error("request %s failed: %s", state["id"], refused.message)
+        except Exception:
+            # Even a bug must end the stream with an error that the client sees.
+            _log.exception("request %s failed unexpectedly", state["id"])
+            error = InternalError("the server failed on this request; see its log")
+        finally:
+            out.close()
+        if not out.started:
+            raise error
+        state["failure"] = error.code
+        serving.metrics.stream_error(model)
+        try:
+            async with asyncio.timeout(stalled_s):
+                await out.finish(self._failure(error).encode())
+        except TimeoutError:
+            _abort_connection(scope)
+
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
+        """Compute, and send: events to `out`, or one body to `send`."""
+        raise NotImplementedError
+
+    def _failure(self, error: ServeError) -> str:
+        """Events that end a stream in place of what it lacks."""
+        raise NotImplementedError
+
+    async def _send_whole(self, body: bytes, lifeline: Lifeline, send: Send) -> None:
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+        lifeline.complete()
+
+
+class Generation(EngineResponse):
+    """Runs the engine for choices, and writes them. `stream` None means one whole body."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        model: str,
+        choices: Sequence[Choice],
+        n: int,
+        wire: Wire,
+        stream: StreamOptions | None,
+    ) -> None:
+        super().__init__(serving, model, [choice.request for choice in choices], n)
+        self._choices = choices
+        self._wire = wire
+        self._stream = stream
+        self._ping = wire.ping
+
+    def _failure(self, error: ServeError) -> str:
+        return self._wire.failure(error)
+
+    async def _run(
+        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
+    ) -> None:
+        engine = self._serving.engine
+        async with aclosing(engine.generate(self._model, self._requests)) as batches:
+            if self._stream is None:
+                await self._whole(batches, visit, lifeline, send)
+            else:
+                await self._streamed(batches, visit, out, self._stream)
+
+    def _take(self, batch: Batch, visit: Visit | None) -> list[tuple[Choice, Piece]]:
+        """What these events add to their choices."""
+        if visit is not None:
+            visit.begin()
+        pieces = []
+        for index, events in batch:
+            choice = self._choices[index]
+            pieces.append((choice, choice.take(events)))
+            if choice.cut:  # the engine does not know why it is told to end
+                choice.request.abort_as = FinishReason.STOP
+                self._serving.engine.abort(self._model, choice.request)
+        return pieces
+
+    async def _streamed(
+        self, batches: Batches, visit: Visit | None, out: EventStream, options: StreamOptions
+    ) -> None:
+        wire, choices = self._wire, self._choices
+        counted = options.include_usage and options.continuous_usage_stats
+        async for batch in batches:
+            events = []
+            if not out.started:
+                events.append(wire.opening(choices, _usage(choices[0]) if counted else ""))
+            for choice, piece in self._take(batch, visit):
+                write = partial(wire.chunk, choice, piece, _usage(choice) if counted else "")
+                events.append(await off_loop(write, len(piece.scored), MANY_TOKENS))
+            if all(choice.finished for choice in choices):
+                break
+            await out.write("".join(events).encode())
+        else:
+            raise no_end()
+        used = total_usage(choices, self._n) if options.include_usage else None
+        events.append(wire.ending(used))
+        await out.finish("".join(events).encode())
+
+    async def _whole(
+        self, batches: Batches, visit: Visit | None, lifeline: Lifeline, send: Send
+    ) -> None:
+        choices = self._choices
+        parts: list[list[Piece]] = [[] for _ in choices]
+        async for batch in batches:
+            for choice, piece in self._take(batch, visit):
+                parts[choice.index].append(piece)
+            if all(choice.finished for choice in choices):
+                break
+        else:
+            raise no_end()
+        done = [(choice, _joined(parts[choice.index])) for choice in choices]
+        usage = total_usage(choices, self._n)
+
+        def written() -> bytes:
+            return self._wire.whole(done, usage)
+
+        size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
+        await self._send_whole(await off_loop(written, size, MANY_TOKENS), lifeline, send)
+
+
+def no_end() -> RequestFailed:
+    return RequestFailed("the engine ended this request without a reason; send it again")
+
+
+def _usage(choice: Choice) -> str:
+    return f',"usage":{dumps(choice.usage.plain())}'
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    last = pieces[-1]
+    return Piece(
+        first=True,
+        text="".join(piece.text for piece in pieces),
+        deltas=[delta for piece in pieces for delta in piece.deltas],
+        tokens=[token for piece in pieces for token in piece.tokens],
+        scored=[scored for piece in pieces for scored in piece.scored],
+        finish=last.finish,
+        stop_reason=last.stop_reason,
+    )
+
+
+def _cut_short(why: End) -> ServeError:
+    if why is End.SHUTDOWN:
+        return ShuttingDown()
+    return DeadlineExceeded(
+        "the request took longer than the server allows (--request-timeout); request fewer tokens"
+    )
+
+
+def _abort_connection(scope: Scope) -> None:
+    """Drop what the client does not read; an orderly close would wait for it for ever."""
+    abort = state_of(scope).get("abort")
+    if abort is not None:
+        abort()

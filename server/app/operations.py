@@ -1,15 +1,22 @@
-"""Routes for operators and their monitoring: health, metrics, version."""
+"""Routes that say how the server is and what it has, and that load models."""
 
 import asyncio
 import re
 import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
+from typing import Protocol
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from ropewalk.server.app.openai import Serving
-from ropewalk.server.errors import NotReady
+from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
+from ropewalk.server.app.openai import Serving, accepts
+from ropewalk.server.engine.openmp import aside
+from ropewalk.server.errors import DeadlineExceeded, NotReady
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
+from ropewalk.server.openai.body import body_of
+from ropewalk.server.openai.schemas import ModelBody
 
 # Pause between two families of metrics: without one every stream would stall for 10 ms per model.
 # With 0 the engine's thread hardly gets to run.
@@ -17,8 +24,10 @@ _PAUSE_S = 0.001
 _GZIP = 16 + zlib.MAX_WBITS  # zlib's way to ask for gzip's header
 
 
-def operation_routes(serving: Serving, version: str) -> APIRouter:
+def operation_routes(serving: Serving, version: str, place: Place | None) -> APIRouter:
+    """place: what /v1/encodings describes; without one that route does not exist."""
     router = APIRouter()
+    listed: dict[frozenset[str], Sequence[EncodingFacts]] = {}  # by those that models have
 
     @router.get("/health/live", response_model=None)
     async def live() -> Response:
@@ -63,6 +72,76 @@ def operation_routes(serving: Serving, version: str) -> APIRouter:
         """Of Ropewalk."""
         return JSONResponse({"version": version})
 
+    def served_with(entry: EncodingFacts) -> list[str]:
+        return [served.name for served in serving.models if served.encoding == entry.name]
+
+    if place is not None:
+
+        @router.get("/v1/encodings", response_model=None)
+        async def encodings() -> Response:
+            """Positional encodings: what they do and cost, and what runs them here."""
+            served = frozenset(one.encoding for one in serving.models)
+            if served not in listed:  # this project's, and others that a model is served with
+                listed[served] = await aside(catalogue, place, sorted(served))
+            data = [{**as_json(entry), "models": served_with(entry)} for entry in listed[served]]
+            return JSONResponse(listing(place, data))
+
+    @cache
+    def found(app: FastAPI) -> tuple[bytes, str]:
+        """Described when somebody asks: what it takes to do so is imported then."""
+        from ropewalk.server.app.described import description
+
+        names = list(serving.models.names)
+        return description(app, names, with_key=bool(serving.options.api_keys))
+
+    @router.get("/openapi.json", response_model=None)
+    async def openapi(request: Request) -> Response:
+        """This description, in OpenAPI."""
+        data, _ = await asyncio.to_thread(found, request.app)
+        return Response(data, media_type="application/json")
+
+    @router.get("/docs", response_model=None, response_class=HTMLResponse)
+    async def docs(request: Request) -> Response:
+        """This description, as a page."""
+        _, page = await asyncio.to_thread(found, request.app)
+        return HTMLResponse(page)
+
+    return router
+
+
+class Loader(Protocol):
+    """Loads and unloads models, by their own names: server/launch/registry.py."""
+
+    async def load(self, name: str) -> None: ...
+    async def unload(self, name: str) -> None: ...
+
+
+def model_routes(serving: Serving, loader: Loader) -> APIRouter:
+    router = APIRouter()
+
+    async def load(request: Request) -> Response:
+        """Loads a model, and answers when it is loaded."""
+        return await changed(request, loader.load)
+
+    async def unload(request: Request) -> Response:
+        """Unloads a model once its requests have ended, and answers when its memory is free."""
+        return await changed(request, loader.unload)
+
+    async def changed(request: Request, change: Callable[[str], Awaitable[None]]) -> Response:
+        body = await body_of(request, ModelBody)
+        try:
+            async with asyncio.timeout(serving.options.request_timeout_s):
+                await change(serving.models.name(body.model))
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "this takes longer than a request may; GET /v1/models says when it is done"
+            ) from None
+        return JSONResponse({"success": True})
+
+    for route in (load, unload):
+        router.post(f"/v1/models/{route.__name__}", **accepts("ModelBody"))(route)
+        # As llama.cpp's server has it.
+        router.post(f"/models/{route.__name__}", include_in_schema=False)(route)
     return router
 
 

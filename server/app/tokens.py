@@ -3,14 +3,13 @@
 from fastapi import APIRouter, Request, Response
 
 from ropewalk.model.tokenizers.base import decode
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.openai import Serving
+from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.long_work import LONG_LIST, json_bytes, off_loop
 from ropewalk.server.openai.body import body_of
-from ropewalk.server.openai.choice import spelled
 from ropewalk.server.openai.requests import chat_text, check_ids, encode
 from ropewalk.server.openai.schemas import DetokenizeBody, TokenizeBody
+from ropewalk.server.openai.scores import spelled
 from ropewalk.server.openai.served_models import Served
 
 
@@ -21,7 +20,7 @@ def token_routes(serving: Serving) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a chat in the model's template."""
         body = await body_of(request, TokenizeBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         tokens = await _tokens(body, served)
 
         def answer() -> bytes:
@@ -46,7 +45,7 @@ def token_routes(serving: Serving) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
         body = await body_of(request, DetokenizeBody)
-        served = serving.find(request, body.model)
+        served = await serving.find(request, body.model)
         # Ids that the model does not embed have a text too.
         check_ids(body.tokens, served, "tokens", vocab_size=served.tokenizer.vocab_size)
 

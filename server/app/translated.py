@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from ropewalk.server.app.described import accepts
-from ropewalk.server.app.openai import Serving
+from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.openai.body import LONG, parse_object, read_body
 from ropewalk.server.openai.requests import chat_prompt
@@ -70,7 +69,7 @@ def translated_routes(serving: Serving) -> APIRouter:
         data = await request.body()
         sent = await _beside(request, lambda: parse_object(data))
         body = await _beside(request, lambda: read_body(api.body, sent))
-        return sent, body, serving.find(request, body.model)
+        return sent, body, await serving.find(request, body.model)
 
     return router
 

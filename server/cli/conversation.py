@@ -65,8 +65,11 @@ class Client:
         self.options = options
 
     def models(self) -> list[str]:
+        """Those that are loaded first."""
         with self._request("GET", "/v1/models", None) as response:
-            return [entry["id"] for entry in json.loads(response.read())["data"]]
+            entries = json.loads(response.read())["data"]
+        entries.sort(key=lambda entry: entry.get("status") == {"value": "unloaded"})
+        return [entry["id"] for entry in entries]
 
     def stream(self, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """The chunks of a chat completion. Closing the iterator ends the request."""

@@ -13,7 +13,8 @@ from click.shell_completion import get_completion_class
 
 from ropewalk.server import download
 from ropewalk.server.cli.options import Command, Group
-from ropewalk.server.cli.serve import DEFAULT_MODEL, serve
+from ropewalk.server.cli.serve import serve
+from ropewalk.server.config import DEFAULT_MODEL
 from ropewalk.server.errors import CommandError
 from ropewalk.server.terminal import discard_output
 from ropewalk.server.versions import installed

@@ -33,6 +33,7 @@ from ropewalk.server.cli.options import (
     settings_of,
 )
 from ropewalk.server.config import (
+    DEFAULT_MODEL,
     api_key,
     encoding_option,
     existing_file,
@@ -42,6 +43,7 @@ from ropewalk.server.config import (
     key_file,
     model_name,
     model_source,
+    models_in,
     root_path,
     server_config,
     web_origin,
@@ -49,7 +51,6 @@ from ropewalk.server.config import (
 from ropewalk.server.errors import UsageError
 from ropewalk.server.terminal import configure_logs
 
-DEFAULT_MODEL = "smollm2"
 CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/run/options.py has it, too
 
 EXAMPLES = """\
@@ -96,8 +97,8 @@ SETTINGS: tuple[Variable, ...] = (
         "shape:smollm2, or shape:smollm2:t5 for another encoding; NAME=MODEL sets the name that "
         "requests use",
         Value(model_source, "model"),
-        shown=DEFAULT_MODEL,
-        default=[DEFAULT_MODEL],
+        shown=f"{DEFAULT_MODEL}, or none with --models-dir",
+        default=(),
         nargs=-1,
     ),
     _model(
@@ -107,6 +108,28 @@ SETTINGS: tuple[Variable, ...] = (
         Value(model_name, "name"),
         shown="after the file, the folder or the hub id",
         multiple=True,
+    ),
+    _model(
+        "--models-dir",
+        "folder of further models, .gguf files and folders with config.json: none is loaded at the "
+        "start, but each may be later",
+        Value(models_in, "folder"),
+        (),
+        "none",
+    ),
+    _model(
+        "--max-models",
+        "models in memory at the same time; the first ones named are loaded at the start, and one "
+        "that is loaded later replaces the least recently used one that is not answering. With "
+        "this option, --models-dir or --models-autoload, clients may load and unload models: "
+        "POST /v1/models/load and /v1/models/unload",
+        count(1, 1024),
+        shown="all that are named, or 4 with --models-dir if that is more",
+    ),
+    _model(
+        "--models-autoload",
+        "load a model that is not in memory when a request names it",
+        default=False,
     ),
     _model(
         "--chat-template",

@@ -11,12 +11,10 @@ from ropewalk.cache.types import Audit
 from ropewalk.model.decoder import Forward
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.kernels.cpu.sampler import KernelSampler
-from ropewalk.model.sampler import Sampler
+from ropewalk.model.sampler import KernelSampler, Sampler
 from ropewalk.model.weights.checksums import Seals
-from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Limits, PassTimes
 from ropewalk.server.scheduling.scheduler import Scheduler

@@ -11,12 +11,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import getLogger
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.openmp import use_all_threads
-from ropewalk.server.errors import RequestFailed, ServeError, ShuttingDown
+from ropewalk.server.errors import ModelNotLoaded, RequestFailed, ServeError, ShuttingDown
 from ropewalk.server.scheduling.request import FinishReason, Outlook, Request, StepStats, TokenEvent
 
 log = getLogger(__name__)
@@ -24,6 +25,7 @@ log = getLogger(__name__)
 T = TypeVar("T")
 Batch = list[tuple[int, list[TokenEvent]]]  # events of some of the requests, by their index
 
+IDLE = Outlook(idle=True)
 STALL_SECONDS = 120.0
 WATCH_SECONDS = 5.0
 STOP_SECONDS = 30.0
@@ -33,6 +35,7 @@ STOP_SECONDS = 30.0
 class _Stream:
     """What one caller of `generate` waits on. Touched by the event loop only, like its parts."""
 
+    model: str
     open: int  # requests whose last event is still to be dispatched
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     ready: list["_Part"] = field(default_factory=list)  # those with events
@@ -73,15 +76,27 @@ class _Flush:
     answer: "asyncio.Future[int]"  # touched by the event loop only
 
 
+@dataclass(frozen=True, slots=True)
+class _Put:
+    model: str
+    engine: Engine | None  # None: none any more
+    answer: "asyncio.Future[None]"  # touched by the event loop only
+
+
+_Command = _Submit | _Abort | _Look | _Flush | _Put
+
+
 class AsyncEngine:
     """Generates for many callers on one event loop.
 
     `observe` is called on the engine thread after every step of a model. The engine is unsound
     when more than `max_mutated_blocks` cached blocks, over all models, were found changed, when
     fewer leave no room for a whole context, when weights were found changed, and from the start if
-    there are `defects`, each of which is a sentence.
+    there are `defects`, a sentence by model.
 
     Idle engines are stepped every `idle_s` seconds, so that changes in memory are found then, too.
+
+    Engines come and go: `others` is what to expect of a model that has none.
     """
 
     def __init__(
@@ -91,11 +106,13 @@ class AsyncEngine:
         *,
         on_failure: Callable[[], None] = lambda: None,
         max_mutated_blocks: int = 3,
-        defects: Sequence[str] = (),
+        defects: Mapping[str, str] = MappingProxyType({}),
         idle_s: float | None = None,
+        others: Outlook = IDLE,
     ) -> None:
         self.failure: str | None = None
-        self._engines = engines
+        self._engines = engines  # replaced by the engine's thread, never changed
+        self._others = others
         self._observe = observe
         self._on_failure = on_failure
         self._max_mutated_blocks = max_mutated_blocks
@@ -104,7 +121,7 @@ class AsyncEngine:
         self._outlooks = {name: engine.outlook() for name, engine in engines.items()}
         self._parts: dict[str, _Part] = {}  # by request
         self._asked: set[asyncio.Future[Any]] = set()
-        self._inbox: list[_Submit | _Abort | _Look | _Flush] = []
+        self._inbox: list[_Command] = []
         self._inbox_changed = threading.Condition()
         self._stopping = False
         self._stepped = dict.fromkeys(engines, time.monotonic())  # when each began its last step
@@ -146,9 +163,9 @@ class AsyncEngine:
     @property
     def unsound(self) -> str | None:
         """Why clients should use another server although this one is alive; None when sound."""
-        if self._defects:
-            return self._defects[0]
         for name, engine in self._engines.items():
+            if name in self._defects:
+                return self._defects[name]
             if engine.weights_changed:
                 return (
                     f"the weights of {name} changed in memory; restart the server, on another "
@@ -176,7 +193,7 @@ class AsyncEngine:
 
     def outlook(self, model: str) -> Outlook:
         """What a new request for that model has to expect, as of its last step."""
-        return self._outlooks[model]
+        return self._outlooks.get(model, self._others)
 
     async def generate(
         self, model: str, requests: Sequence[Request]
@@ -187,7 +204,7 @@ class AsyncEngine:
         or ends before its first token. Closing the generator early aborts all that have not ended.
         """
         self._require_running()
-        stream = _Stream(open=len(requests))
+        stream = _Stream(model, open=len(requests))
         parts = {request.id: _Part(stream, index) for index, request in enumerate(requests)}
         self._parts |= parts
         self._post(*(_Submit(model, request) for request in requests))
@@ -235,7 +252,22 @@ class AsyncEngine:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         return await self._ask(_Flush(model, answer), answer)
 
-    async def _ask(self, question: _Look | _Flush, answer: "asyncio.Future[T]") -> T:
+    async def add(self, model: str, engine: Engine) -> None:
+        """From now on requests for the model go to this engine. Raises ServeError."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._ask(_Put(model, engine, answer), answer)
+
+    async def remove(self, model: str) -> None:
+        """Lets go of a model's engine; streams that are open end with an error.
+
+        Raises ServeError.
+        """
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._ask(_Put(model, None, answer), answer)
+        left = [name for name, part in self._parts.items() if part.stream.model == model]
+        self._dispatch([_ended(name, _unloaded(model)) for name in left])
+
+    async def _ask(self, question: _Look | _Flush | _Put, answer: "asyncio.Future[T]") -> T:
         self._require_running()
         self._asked.add(answer)
         self._post(question)
@@ -248,7 +280,7 @@ class AsyncEngine:
         if self.failure is not None or self._stopping:
             raise ShuttingDown(self.failure)
 
-    def _post(self, *commands: _Submit | _Abort | _Look | _Flush) -> None:
+    def _post(self, *commands: _Command) -> None:
         with self._inbox_changed:
             self._inbox += commands
             self._inbox_changed.notify()
@@ -312,10 +344,10 @@ class AsyncEngine:
             commands, self._inbox = self._inbox, []
         self._step_began = time.monotonic()
         touched = {command.model for command in commands if not isinstance(command, _Look)}
-        changes = [command for command in commands if isinstance(command, _Submit | _Abort)]
-        flushes = [command for command in commands if isinstance(command, _Flush)]
+        changes = [command for command in commands if isinstance(command, _Submit | _Abort | _Put)]
         refused = [event for command in changes if (event := self._apply(command))]
-        flushed = [self._engines[command.model].flush() for command in flushes]
+        flushes = [command for command in commands if isinstance(command, _Flush)]
+        flushed = [self._flush(command.model) for command in flushes]
         if refused:
             self._call(self._dispatch, refused)
         for model, engine in self._engines.items():
@@ -342,11 +374,17 @@ class AsyncEngine:
         """Whether it is time to look at the memory of a model that nobody asks."""
         return self._idle_s is not None and time.monotonic() - self._stepped[model] >= self._idle_s
 
-    def _apply(self, command: _Submit | _Abort) -> TokenEvent | None:
-        engine = self._engines[command.model]
-        if isinstance(command, _Abort):
-            engine.abort(command.request_id)
+    def _apply(self, command: _Submit | _Abort | _Put) -> TokenEvent | None:
+        if isinstance(command, _Put):
+            self._put(command)
             return None
+        engine = self._engines.get(command.model)
+        if isinstance(command, _Abort):
+            if engine is not None:
+                engine.abort(command.request_id)
+            return None
+        if engine is None:
+            return _ended(command.request.id, _unloaded(command.model))
         try:
             engine.submit(command.request)
         except ServeError as error:
@@ -356,9 +394,26 @@ class AsyncEngine:
             return _ended(command.request.id, RequestFailed("The request could not be queued."))
         return None
 
+    def _put(self, command: _Put) -> None:
+        model = command.model
+        others = {name: engine for name, engine in self._engines.items() if name != model}
+        if command.engine is None:
+            self._engines = others
+            self._outlooks.pop(model, None)
+        else:
+            self._engines = others | {model: command.engine}
+            self._outlooks[model] = command.engine.outlook()
+        self._stepped[model] = time.monotonic()
+        self._call(_settle, command.answer, None)
+
+    def _flush(self, model: str) -> int | ServeError:
+        engine = self._engines.get(model)
+        return _unloaded(model) if engine is None else engine.flush()
+
     def _look(self, command: _Look) -> None:
         try:
-            view = self._engines[command.model].view()
+            engine = self._engines.get(command.model)
+            view = _unloaded(command.model) if engine is None else engine.view()
         except Exception:  # a failed view must not end the thread
             log.exception("a cache could not be inspected")
             error = RequestFailed("The cache could not be inspected.")
@@ -381,6 +436,10 @@ def _settle(answer: "asyncio.Future[Any]", outcome: object) -> None:
         answer.set_exception(outcome)
     else:
         answer.set_result(outcome)
+
+
+def _unloaded(model: str) -> ModelNotLoaded:
+    return ModelNotLoaded(f"{model} has been unloaded; send the request again", retry_after=1)
 
 
 def _ended(request_id: str, error: ServeError) -> TokenEvent:

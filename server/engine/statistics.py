@@ -1,19 +1,30 @@
 """What a step did, in numbers: counts, times, and the work that positions cost.
 
-That work is calculated from the context length of each token. An encoding gives the cost of one
+Times are those of a random sample of a decoder's passes, whose executor tells a watch what it
+spends time on. Other passes look at no clock.
+
+The work is calculated from the context length of each token. An encoding gives the cost of one
 token that sees n keys. A chunk of a prompt covers a range of n, so prefix sums of the costs are
 kept, and a chunk's cost is the difference of two of them.
 """
 
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import add, sub
+
+from torch import Tensor
 
 from ropewalk.cache.keeper import Moves
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
+from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
+from ropewalk.model.program import Part
+from ropewalk.model.watch import CudaWatch, Watch
 from ropewalk.server.engine.integrity import AuditCounts
 from ropewalk.server.scheduling.request import PassTimes, Phase, Plan, StepStats, TokenEvent, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
@@ -21,6 +32,7 @@ from ropewalk.server.scheduling.scheduler import Scheduler
 Cost = Callable[[int], PositionalWork]  # of one token that sees so many keys
 Sum = tuple[int, ...]  # the values of PositionalWork
 
+EVERY = 16  # passes, of which one is timed, at random: answers of equal length have a rhythm
 _TOGETHER = 64  # sums to add at a time: adding them step by step takes far longer
 
 
@@ -219,3 +231,45 @@ def _decode_context(plan: tuple[Work, ...]) -> int | None:
     if _phase(plan) is not Phase.DECODE or any(work.count > 1 for work in plan):
         return None
     return max(work.start + work.count for work in plan)
+
+
+class TimedDecoder:
+    """Called like the decoder. On CUDA, only a timed pass is waited for, to read its events."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        every: int = EVERY,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._decoder = decoder
+        self._every = every
+        self._draw = random.Random(0)
+        self._new_watch: Callable[[], Watch] = (
+            partial(CudaWatch, decoder.device)
+            if decoder.device.type == "cuda"
+            else partial(Watch, clock)
+        )
+        self._position_apart = decoder.position_apart
+        self._times: list[PassTimes] = []
+
+    def __call__(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        if self._draw.random() * self._every >= 1:
+            return self._decoder(batch, kv)
+        watch = self._new_watch()
+        logits = self._decoder(batch, kv, watch)
+        times = watch.read()
+        self._times.append(
+            PassTimes(
+                forward=times.whole,
+                attention=times.parts[Part.ATTENTION],
+                position=times.parts[Part.POSITION] if self._position_apart else None,
+            )
+        )
+        return logits
+
+    def drain(self) -> tuple[PassTimes, ...]:
+        """Times of the passes that were timed since the last call."""
+        times, self._times = tuple(self._times), []
+        return times

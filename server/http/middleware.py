@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Collection, Iterable, MutableMapping
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -33,8 +34,8 @@ from ropewalk.server.errors import (
     quoted,
 )
 from ropewalk.server.http.access_log import Exchange, HttpLog, choose_id
+from ropewalk.server.http.door import Door
 from ropewalk.server.http.streaming import Drain
-from ropewalk.server.scheduling.queue import Door
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
@@ -58,6 +59,7 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
     """Shared by all that handle a request: `id`, `method`, `client`, `salt`, `model`, `visit`.
 
+    `held` is closed when the request is over, and what it holds let go of.
     `requests` are what the engine was asked for, `n` of them for each prompt; `failure` says how
     they ended if not well. `abort` is the protocol's. `status` is of the answer once it has begun;
     `refusal` is the error that it was answered with.
@@ -281,11 +283,11 @@ class Admission:
             raise self._drain.refusal()
         self._drain.in_flight += 1
         try:
-            if scope["path"] in ANSWERED and scope["method"] == "POST":
-                state = state_of(scope)
-                with self._door.enter(state.get("client", "")) as state["visit"]:
-                    await self._app(scope, receive, send)
-            else:
+            state = state_of(scope)
+            with ExitStack() as state["held"]:
+                if scope["path"] in ANSWERED and scope["method"] == "POST":
+                    visit = self._door.enter(state.get("client", ""))
+                    state["visit"] = state["held"].enter_context(visit)
                 await self._app(scope, receive, send)
         finally:
             self._drain.in_flight -= 1

@@ -27,8 +27,8 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from ropewalk.server import listen
 from ropewalk.server.errors import BadRequest, HeadersTooLarge, ReceiveTimeout, ServeError
-from ropewalk.server.http.accepting import Acceptor, max_connections
 from ropewalk.server.http.chunked import ChunkedReader
+from ropewalk.server.http.door import Acceptor, max_connections
 from ropewalk.server.http.streaming import Drain
 
 MAX_HEAD = 16 << 10

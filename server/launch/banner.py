@@ -44,10 +44,12 @@ def banner(
     version: str,
     uds: Path | None = None,
     certificate: Path | None = None,
+    others: Sequence[str] = (),
 ) -> str:
     """Boxed facts and, outside the box so that it can be copied, a curl line. No final newline.
 
-    `uds` is the Unix socket that the server listens on instead of at `url`.
+    `others` are names of models that may be loaded later. `uds` is the Unix socket that the server
+    listens on instead of at `url`.
     """
     flags = ""
     if uds is not None:
@@ -60,6 +62,7 @@ def banner(
     rows: list[tuple[str, str] | None] = []
     for model in models:
         rows += [*_model_rows(model), None]
+    rows += [("not loaded", name) for name in others]
     rows += [("socket", str(uds))] if uds is not None else []
     rows += [
         ("completions", f"{url}/v1/completions"),
@@ -68,9 +71,10 @@ def banner(
         ("access", "no API key required" if open_to_all else "API key required"),
     ]
     keyed = "" if open_to_all else ' -H "Authorization: Bearer $KEY"'
-    return (
-        f"{_box(f'ropewalk {version}', rows)}\n\nTry it:\n\n{_curl(models[0], url, flags + keyed)}"
+    command = (
+        _curl(models[0], url, flags + keyed) if models else f"curl {url}/v1/models{flags + keyed}"
     )
+    return f"{_box(f'ropewalk {version}', rows)}\n\nTry it:\n\n{command}"
 
 
 def readable_bytes(amount: int) -> str:

@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
 
@@ -23,32 +23,34 @@ from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.decoder import Forward
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.kernels.backends import all_backends
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
-from ropewalk.server.app.app import create_app, own_version
-from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.app import Application, create_app
+from ropewalk.server.app.cache import CachePlanner
+from ropewalk.server.app.operations import Loader
 from ropewalk.server.config import ModelOptions, ModelSource, ServerConfig
 from ropewalk.server.engine.assemble import ledger_of, sums_by, wired
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine
-from ropewalk.server.engine.forward_timer import TimedDecoder
-from ropewalk.server.engine.openmp import end_idle_threads
-from ropewalk.server.engine.statistics import Cost, PositionMeter, no_cost
+from ropewalk.server.engine.openmp import end_idle_threads, use_all_threads
+from ropewalk.server.engine.statistics import Cost, PositionMeter, TimedDecoder, no_cost
 from ropewalk.server.engine.warm_up import warm_up
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.middleware import Traces
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.launch.banner import ModelFacts, banner
-from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare
+from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare, require
 from ropewalk.server.launch.self_check import check_parity
 from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
-from ropewalk.server.scheduling.request import Limits
+from ropewalk.server.scheduling.request import Limits, Outlook
 from ropewalk.server.structured.compiler import Grammars
 from ropewalk.server.terminal import discard_output
 from ropewalk.server.tools.conventions import NO_TEMPLATE, conventions_of
+from ropewalk.server.versions import installed
 
 log = getLogger(__name__)
 
@@ -84,17 +86,13 @@ def run(
     if threads != torch.get_num_threads():
         torch.set_num_threads(threads)
     metrics = Metrics(ALIASES[config.metrics_compat])
-    loaded = load_models(config, metrics)
-    served = Models(model.served for model in loaded)
     server: Server | None = None
 
     def stop() -> None:
         if server is not None:
             server.should_exit = True
 
-    engine = engine_of(config, loaded, metrics, stop)
-    planners = {model.served.name: model.planner for model in loaded}
-    app = create_app(served, engine, metrics, config.http, loaded[0].place, planners, traces)
+    app, engine, facts = application(config, metrics, stop, traces)
     port = config.port if config.uds else listener.getsockname()[1]
     listening = uvicorn_config(
         app,
@@ -107,11 +105,51 @@ def run(
     )
     server = Server(listening, app.state.drain, config.drain_timeout_s)
     url = listen.local_url(config.host, port, tls=tls is not None)
-    announce = partial(_announce, config, [model.facts for model in loaded], url)
+    announce = partial(_announce, config, facts, url)
     gc.freeze()  # later collections need not look at what was loaded either
     gc.enable()
     asyncio.run(_serve(server, listener, announce))
     return ENGINE_FAILED if engine.failure else 0
+
+
+def application(
+    config: ServerConfig,
+    metrics: Metrics,
+    on_failure: Callable[[], None],
+    traces: Traces | None = None,
+) -> tuple[Application, AsyncEngine, list[ModelFacts]]:
+    """Over the models that are loaded at the start, whose facts are returned too.
+
+    Raises CommandError.
+    """
+    for source in config.others:  # whoever starts the server is told of a wrong path
+        require(source)
+    loaded = load_models(config, metrics)
+    engine = engine_of(config, loaded, metrics, on_failure)
+    planners = {model.served.name: model.planner for model in loaded}
+    place = loaded[0].place if loaded else _any_place(config.loading)
+    models, loader = _models(config, loaded, engine, metrics, planners)
+    app = create_app(models, engine, metrics, config.http, place, planners, traces, loader)
+    return app, engine, [model.facts for model in loaded]
+
+
+def _models(
+    config: ServerConfig,
+    loaded: Sequence[Loaded],
+    engine: AsyncEngine,
+    metrics: Metrics,
+    planners: dict[str, CachePlanner],
+) -> tuple[Models, Loader | None]:
+    """The models to serve, and who loads and unloads them if that is wanted."""
+    if not config.come_and_go:
+        return Models(model.served for model in loaded), None
+    # Late: few servers need it.
+    from ropewalk.server.launch.registry import Registry
+
+    registry = Registry(
+        config, loaded, engine, metrics, planners, partial(_load_one, config, metrics)
+    )
+    return registry, registry
 
 
 def engine_of(
@@ -124,28 +162,70 @@ def engine_of(
         on_failure=on_failure,
         max_mutated_blocks=config.cache.max_mutated_blocks,
         idle_s=None if config.cache.audit == "off" else IDLE_S,
-        defects=[model.defect for model in loaded if model.defect is not None],
+        defects={model.served.name: model.defect for model in loaded if model.defect is not None},
+        others=Outlook(
+            seats=config.limits.max_seqs,
+            idle=True,
+            places=config.limits.max_queue,
+            most_s=config.limits.max_queue_time,
+        ),
     )
 
 
-def load_models(config: ServerConfig, metrics: Metrics) -> list[Loaded]:
-    """Every configured model, loaded and warmed up. Raises CommandError, with one sentence."""
+def _load_one(
+    config: ServerConfig,
+    metrics: Metrics,
+    source: ModelSource,
+    others: int,
+    check: Callable[[], None],
+) -> Loaded:
+    """A model for a server that has loaded `others` already. Raises CommandError."""
+    use_all_threads()
+    (loaded,) = load_models(replace(config, models=(source,)), metrics, others, check)
+    if loaded.defect is not None:
+        raise CommandError(loaded.defect)
+    return loaded
+
+
+def load_models(
+    config: ServerConfig,
+    metrics: Metrics,
+    others: int = 0,
+    check: Callable[[], None] = lambda: None,
+) -> list[Loaded]:
+    """Every model that is loaded at the start, and warmed up. Raises CommandError.
+
+    others: models that are in memory already. check: see `prepare`.
+    """
     device = hardware.pick_device(config.loading.device)
     kernels = find_kernels(device)
-    prepared = [_prepared(config.loading, source, device, kernels) for source in config.models]
+    prepared = [
+        _prepared(config.loading, source, device, kernels, check) for source in config.models
+    ]
     hardware.return_freed_memory()
     # Only now is it known how much memory the weights of all models leave.
-    free = hardware.free_memory(device)
+    free = hardware.free_memory(device) // (config.max_models - others)
     loaded = [_complete(config, model, device, free, metrics, kernels) for model in prepared]
     end_idle_threads()  # from here on only the engine's thread computes
     return loaded
 
 
+def _any_place(loading: ModelOptions) -> Place:
+    """Where models would be computed."""
+    device = hardware.pick_device(loading.device)
+    backends = all_backends(find_kernels(device))
+    return Place(backends, hardware.pick_dtype(loading.dtype, device), device)
+
+
 def _prepared(
-    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+    loading: ModelOptions,
+    source: ModelSource,
+    device: torch.device,
+    kernels: Kernels | str,
+    check: Callable[[], None],
 ) -> Prepared:
     try:
-        return prepare(loading, source, device, kernels)
+        return prepare(loading, source, device, kernels, check)
     except (CheckpointError, EncodingError, NoBackend) as error:
         raise CommandError(str(error)) from error
     except (MemoryError, OSError, RuntimeError) as error:
@@ -170,7 +250,7 @@ def _complete(
     audit = Audit(config.cache.audit)
     # Before anything is computed with them.
     weights = Seals({} if audit is Audit.OFF else model.decoder.fixed_tensors(), sums_by(kernels))
-    budget, sharers = config.cache.kv_memory, len(config.models)
+    budget, sharers = config.cache.kv_memory, config.max_models
     # An encoder-decoder keeps prompt and answer apart, each in blocks of its own.
     sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
     kv_dtype = torch.int8 if config.cache.kv_dtype == "int8" else model.dtype
@@ -178,7 +258,7 @@ def _complete(
         shape,
         kv_dtype,
         budget=None if budget is None else budget // sharers,
-        free_memory=free_memory // sharers,
+        free_memory=free_memory,
         block_size=block_size,
         max_seqs=config.limits.max_seqs * sides,
         context=model.context,
@@ -202,7 +282,7 @@ def _complete(
         max_queue=config.limits.max_queue,
         # Larger steps are faster, and a lone request delays no other; but several models take
         # turns step by step.
-        lone_factor=LONE_FACTOR if len(config.models) == 1 else 1,
+        lone_factor=LONE_FACTOR if config.max_models == 1 else 1,
         max_queue_s=config.limits.max_queue_time,
         several_clients=len(config.http.api_keys) > 1,
     )
@@ -418,9 +498,10 @@ def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> N
         models,
         url=url,
         open_to_all=not config.http.api_keys,
-        version=own_version(),
+        version=installed("ropewalk"),
         uds=config.uds,
         certificate=config.ssl_certfile,
+        others=[source.name for source in config.others],
     )
     try:
         print(text, flush=True)

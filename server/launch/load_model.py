@@ -66,9 +66,16 @@ def find_kernels(device: torch.device) -> Kernels | str:
 
 
 def prepare(
-    loading: ModelOptions, source: ModelSource, device: torch.device, kernels: Kernels | str
+    loading: ModelOptions,
+    source: ModelSource,
+    device: torch.device,
+    kernels: Kernels | str,
+    check: Callable[[], None] = lambda: None,
 ) -> Prepared:
-    """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options."""
+    """Raises CheckpointError, EncodingError, NoBackend, or CommandError for unusable options.
+
+    check: called after every tensor; loading ends with what it raises.
+    """
     checkpoint = _open(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _replace_encoding(checkpoint, loading.encoding)
@@ -106,7 +113,7 @@ def prepare(
     of_encoder = None
     if isinstance(shape, EncoderDecoderConfig):
         of_encoder = create(shape.encoder.encoding, shape.encoder, context, device)
-    program = _load(checkpoint, source.name, encoding, of_encoder, dtype, device)
+    program = _load(checkpoint, source.name, encoding, of_encoder, dtype, device, check)
     if of_encoder is None:  # encoder-decoders have no foreign encodings
         check_hooks(encoding, shape, context, device)
     backend = choose(backends, spec_for(shape, dtype, device, encoding))
@@ -139,6 +146,12 @@ def _open(loading: ModelOptions, source: ModelSource) -> Checkpoint:
         return random_checkpoint(source.source, loading.encoding, loading.max_model_len)
     trusted = {*loading.trust_encoding, loading.encoding or ""}
     return open_checkpoint(download.locate(source.source), trusted, loading.chat_template)
+
+
+def require(source: ModelSource) -> None:
+    """Fetches a model that is to be fetched. Raises CommandError where there is none."""
+    if not source.source.startswith(RANDOM):
+        download.locate(source.source)
 
 
 def _replace_encoding(checkpoint: Checkpoint, name: str) -> Checkpoint:
@@ -232,15 +245,18 @@ def _load(
     of_encoder: PositionalEncoding | None,
     dtype: torch.dtype,
     device: torch.device,
+    check: Callable[[], None],
 ) -> Program:
     with bar_if_long(f"loading {name}", 0, "tensor") as bar:
+        progress = _progress(bar, check)
         return load_program(
-            checkpoint, encoding, of_encoder, dtype=dtype, device=device, progress=_progress(bar)
+            checkpoint, encoding, of_encoder, dtype=dtype, device=device, progress=progress
         )
 
 
-def _progress(bar: "tqdm[None]") -> Callable[[int, int], None]:
+def _progress(bar: "tqdm[None]", check: Callable[[], None]) -> Callable[[int, int], None]:
     def report(done: int, total: int) -> None:
+        check()
         bar.total = total
         bar.update(done - bar.n)
 

@@ -134,6 +134,12 @@ class Families:
         plain = [family for family, labels in self.labels.items() if not labels]
         return {family: self._made[family].labels(name, encoding) for family in plain}
 
+    def forget(self, name: str) -> None:
+        """A model's series are exported no more."""
+        for family, about in _TOLD["metric"].items():
+            if "apart" not in about:
+                self._made[family].remove_by_labels({"model_name": name})
+
 
 class Metrics:
     """All families, and per model the children that `observe_step` writes to."""
@@ -184,6 +190,11 @@ class Metrics:
             self._families, model_name, encoding, blocks, position_apart=position_apart
         )
 
+    def remove_model(self, model_name: str) -> None:
+        """Removes every series of a model, if there are any."""
+        self._models.pop(model_name, None)
+        self._families.forget(model_name)
+
     def observe_step(self, model_name: str, stats: StepStats) -> None:
         """Called on the engine thread after each step. Raises KeyError for an unknown model."""
         self._models[model_name].observe_step(stats)
@@ -209,19 +220,24 @@ class Metrics:
     def reject(self, model_name: str | None, error: ServeError) -> None:
         """Counts a request that is answered only with an error, but not failures of the engine.
 
-        `model_name` is None when the model is not known.
+        `model_name` is None when the model is not known; one that is not loaded counts as unknown.
         """
         if error.reason is not None:
-            known = self._unmatched if model_name is None else self._models[model_name].rejections
+            model = self._models.get(model_name or "")
+            known = self._unmatched if model is None else model.rejections
             known[error.reason, error.code].inc()
 
     def disconnected(self, model_name: str) -> None:
         """A client went away, or stopped reading, before its answer was complete."""
-        self._models[model_name].of["client_disconnects"].inc()
+        self._count(model_name, "client_disconnects")
 
     def stream_error(self, model_name: str) -> None:
         """A stream that ended with an error after its headers had gone out."""
-        self._models[model_name].of["stream_errors"].inc()
+        self._count(model_name, "stream_errors")
+
+    def _count(self, model_name: str, family: str) -> None:
+        if model_name in self._models:  # it may just have been unloaded
+            self._models[model_name].of[family].inc()
 
     def render(self, *, openmetrics: bool = False) -> Iterator[bytes]:
         """The page, one family after another: the text for CONTENT_TYPES[openmetrics]."""

@@ -10,14 +10,13 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import InvalidText
 from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, UnsupportedField
 from ropewalk.server.long_work import LONG_TEXT, longer, off_loop
-from ropewalk.server.openai.choice import Choice, spell_prompt
+from ropewalk.server.openai.answers import Choice
 from ropewalk.server.openai.schemas import (
     AS_MANY_AS_FIT,
     ChatBody,
@@ -26,12 +25,12 @@ from ropewalk.server.openai.schemas import (
     Message,
     TemplateBody,
 )
+from ropewalk.server.openai.scores import spell_prompt
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
 from ropewalk.server.structured.compiler import Compiled
 from ropewalk.server.structured.grammar import Grammar, Kind
 from ropewalk.server.tools.conventions import Told
-from ropewalk.server.tools.grammars import calls_or_form, strict_calls
 from ropewalk.server.tools.parser import Parser
 from ropewalk.server.tools.prompts import template_input
 
@@ -109,8 +108,10 @@ async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Ser
         _check_length(tools, served, "tools")
         _check_length(body.documents, served, "documents")
         _check_length(body.chat_template_kwargs, served, "chat_template_kwargs")
-        given, told = template_input(plain, tools, served.conventions)
-        return given, {**body.variables, **told, "documents": body.documents or None}
+        told: Mapping[str, object] = {}
+        if tools or any(len(message) > 2 for message in plain):  # than a role and a text
+            plain, told = template_input(plain, tools, served.conventions)
+        return plain, {**body.variables, **told, "documents": body.documents or None}
 
     size = sum(MESSAGE_WORK + len(message.content) for message in messages)
     if body.told_tools or body.documents or body.chat_template_kwargs:  # however long these are
@@ -259,11 +260,10 @@ async def compiled_grammar(
     body: CompletionBody | ChatBody, prompt: Prompt, served: Served
 ) -> Compiled | None:
     """What the answers must satisfy, if anything. Raises InvalidField, or QueueFull."""
-    if isinstance(body, ChatBody):
-        size = LONG_TEXT + 1 if body.told_tools else len(body.grammar.text if body.grammar else "")
-        grammar = await off_loop(lambda: _chat_grammar(body, prompt, served), size)
-    else:
-        grammar = body.grammar
+    grammar = form = body.grammar
+    if isinstance(body, ChatBody) and (body.told_tools or form is not None):
+        size = LONG_TEXT + 1 if form is None or body.told_tools else len(form.text)
+        grammar = await off_loop(lambda: _chat_grammar(body, form, prompt, served), size)
     if grammar is None:
         return None
     if served.grammars is None:
@@ -274,24 +274,27 @@ async def compiled_grammar(
     return await served.grammars.compile(grammar)
 
 
-def _chat_grammar(body: ChatBody, prompt: Prompt, served: Served) -> Grammar | None:
+def _chat_grammar(
+    body: ChatBody, form: Grammar | None, prompt: Prompt, served: Served
+) -> Grammar | None:
     """Calls where they must be, or of strict functions; else the form that the body asks for."""
-    form, format = body.grammar, served.conventions.format
-    tools = [tool.function for tool in body.told_tools]
+    format, tools = served.conventions.format, [tool.function for tool in body.told_tools]
+    if form is not None and not tools and (form.kind not in JSON_KINDS or not format.think):
+        return form
+    from ropewalk.server.tools.grammars import calls_or_form, strict_calls
+
     if body.tool_choice in ("none", "auto"):
         if form is None:
             if not any(tool.strict for tool in tools):
                 return None
             schemas = {tool.name: tool.arguments if tool.strict else {} for tool in tools}
             return strict_calls(schemas, format, served.tokenizer, served.stop_ids)
-        if form.kind not in JSON_KINDS and tools:
+        if form.kind not in JSON_KINDS:
             raise InvalidField(
                 f"{form.param} cannot be combined with tools, unless they are required; send one "
                 "of them",
                 form.param,
             )
-        if form.kind not in JSON_KINDS or not (tools or format.think):
-            return form
     else:
         form = None
     named = body.named_tool
@@ -373,12 +376,8 @@ def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> 
     if body.grammar is not None and body.grammar.kind not in JSON_KINDS and not body.told_tools:
         return None
     single = not body.parallel_tool_calls or body.named_tool is not None
-    tools = _schemas(body)
+    tools = {tool.function.name: tool.function.arguments for tool in body.told_tools}
     return Parser(format, tools, thinking=prompt.thinking, single=single)
-
-
-def _schemas(body: ChatBody) -> dict[str, Mapping[str, Any]]:
-    return {tool.function.name: tool.function.arguments for tool in body.told_tools}
 
 
 def check_count(count: int, name: str, served: Served) -> None:

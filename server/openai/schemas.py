@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from ropewalk.server.errors import InvalidField, MissingField
-from ropewalk.server.structured.fields import StructuredFields
+from ropewalk.server.structured.fields import StructuredFields, asked_form
+from ropewalk.server.structured.grammar import Grammar
 
 MAX_PROMPTS = 1024
 MAX_STOP_IDS = 128
@@ -34,6 +35,7 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of one message
 MAX_TOOLS = 256
 MAX_CALLS = 256  # of one answer
+FORMS = frozenset(StructuredFields.model_fields)
 AS_MANY_AS_FIT = -1  # tokens of an answer, as llama.cpp writes it
 
 
@@ -179,8 +181,14 @@ class GenerationBody(StructuredFields, _Strict):
         """None: the endpoint's default; AS_MANY_AS_FIT; 0: the prompt's scores alone."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must satisfy, where the body asks for a form. Raises InvalidField."""
+        return None if FORMS.isdisjoint(self.model_fields_set) else asked_form(self)
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        _ = self.grammar  # which is at most one
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise InvalidField(
@@ -503,7 +511,7 @@ class DetokenizeBody(_Strict):
 
 
 class CachePlanBody(_Strict):
-    """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in cache_plan.py."""
+    """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in app/cache.py."""
 
     model: str | None = None
     operation: Literal["append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"]
@@ -513,6 +521,12 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
+class ModelBody(_Strict):
+    """Which model to load or to unload."""
+
+    model: str | None = None
+
+
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionBody,
     ChatBody,
@@ -520,5 +534,6 @@ BODIES: tuple[type[BaseModel], ...] = (
     TokenizeBody,
     DetokenizeBody,
     CachePlanBody,
+    ModelBody,
 )
 AnyBody = TypeVar("AnyBody", bound=BaseModel)

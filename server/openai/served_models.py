@@ -4,7 +4,9 @@ Plain data for the HTTP side. It knows no engine: tokens come from `AsyncEngine.
 takes the same names.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ropewalk.model.chat.template import ChatTemplate
@@ -60,34 +62,54 @@ class Models:
     """Names to models, in the order they were given. Names match exactly, never as a path."""
 
     def __init__(self, served: Iterable[Served]) -> None:
-        """Raises ValueError for no model at all, and for a name given twice."""
+        """Raises ValueError for a name given twice."""
         self._served: dict[str, Served] = {}
-        self._aliases: dict[str, str] = {}
         for one in served:
             if one.name in self._served:
                 raise ValueError(f"two models are named {one.name!r}; give one another name")
             self._served[one.name] = one
-            self._aliases |= dict.fromkeys(one.aliases, one.name)
-        if not self._served:
-            raise ValueError("no model to serve; name at least one")
+        self.created = int(time.time())
+        self.names = all_names((one.name, one.aliases) for one in self._served.values())
 
     def __iter__(self) -> Iterator[Served]:
+        """Those that are loaded."""
         return iter(self._served.values())
 
-    def get(self, name: str | None) -> Served:
-        """The model of that name; None means the only one. Raises ModelNotFound."""
-        if name is None:
-            if len(self._served) == 1:
-                return next(iter(self))
+    def name(self, given: str | None) -> str:
+        """The model's own name; None means the only one. Raises ModelNotFound."""
+        if given is None:
+            own = set(self.names.values())
+            if len(own) == 1:
+                return own.pop()
             raise ModelNotFound(
                 "model is missing, and this server has several; send a name from GET /v1/models",
                 "model",
             )
         try:
-            return self._served[self._aliases.get(name, name)]
+            return self.names[given]
         except KeyError:
             raise ModelNotFound(
-                f"model {quoted(name)} does not exist on this server; GET /v1/models lists its "
+                f"model {quoted(given)} does not exist on this server; GET /v1/models lists its "
                 "models",
                 "model",
             ) from None
+
+    def get(self, name: str) -> Served | None:
+        """The model of that own name; None if it is not loaded."""
+        return self._served.get(name)
+
+    def status(self, name: str) -> Mapping[str, object]:
+        """Of the model of that own name, as llama.cpp's server says it."""
+        return {"value": "loaded"}
+
+    async def hold(self, name: str, until: ExitStack) -> Served:
+        """The model of that own name, which stays loaded until `until` is closed."""
+        return self._served[name]
+
+    async def close(self) -> None:
+        """Nothing comes any more."""
+
+
+def all_names(models: Iterable[tuple[str, Iterable[str]]]) -> Mapping[str, str]:
+    """Every name that requests may give, to the model's own."""
+    return {given: own for own, aliases in models for given in (own, *aliases)}

@@ -1,33 +1,27 @@
-"""Who waits: whose turn is next, how long that takes, and who is refused at the door.
+"""Who waits: whose turn is next, and how long that takes.
 
 Knows requests and tokens, but no cache. Clients, told apart by their API keys, take turns so that
 each gets as many tokens as the others. Those of one client are admitted by priority, then in turns:
 some prompts of each HTTP request that waits. So a request of a thousand prompts delays any other by
 a few of its prompts, and nobody waits for ever: a turn comes round after a few prompts of every
 request before it.
-
-At the door a request that would wait too long is refused from counters alone, before its body is
-read. That costs so little that a server with far too many clients still spends its time on those
-that it admitted. The scheduler has limits of its own for what the door cannot know, such as how
-many prompts a body holds.
 """
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import floor
 from statistics import fmean
-from typing import Self
 
+from ropewalk.cache.types import InvariantError
 from ropewalk.server.errors import MAX_RETRY_AFTER, QueueFull, QueueTime
-from ropewalk.server.scheduling.request import Outlook, Request
+from ropewalk.server.scheduling.request import Limits, Outlook, Request
 
 RECENT = 32  # ended requests from which the pace is taken, at least
 # Who comes too late has waited; who comes too early may have no try left.
 MARGIN = 1.5
-# Estimates err. Who is admitted and then waits too long has cost more than a refusal at the door.
-SURE = 0.6
 
 
 @dataclass(slots=True)
@@ -229,100 +223,137 @@ def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
     )
 
 
-class Visit:
-    """One HTTP request for answers, which waits until `begin`."""
+class Queue:
+    """The requests that wait: preempted ones first, then by `turns` those that never ran.
 
-    def __init__(self, door: "Door", client: str, model: str | None) -> None:
-        self.client = client
-        self.model = model
-        self._door = door
-        self._waits = True
-        door.count(self, 1)
-
-    def choose(self, model: str) -> None:
-        """The body names the model. Raises QueueFull."""
-        if self.model is None:
-            refusal = self._door.refusal_of(model, self.client)
-            if refusal is not None:
-                raise refusal
-            self._door.count(self, -1)
-            self.model = model
-            self._door.count(self, 1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """It waits no longer: it has its first token, or has ended. Repeating this is harmless."""
-        if self._waits:
-            self._waits = False
-            self._door.count(self, -1)
-
-
-class Door:
-    """Counts the HTTP requests that wait, by model and client."""
+    running: those that run, by id, oldest first. `no_room` is the id of the next request, when it
+    did not fit and since then no block was freed or became shared.
+    """
 
     def __init__(
         self,
-        models: Iterable[str],
-        outlook: Callable[[str], Outlook],
+        limits: Limits,
+        running: Mapping[str, Request],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`outlook` is each model's, of the engine."""
-        self.refuses = False  # as it did with the last one who asked
-        self._models = tuple(models)
-        self._outlook = outlook
+        self.no_room: str | None = None
+        self._limits = limits
+        self._running = running
         self._clock = clock
-        self._waiting: dict[str | None, Counter[str]] = {
-            model: Counter() for model in (None, *self._models)
-        }
-        self._appointments = {model: Appointments(outlook(model).places) for model in self._models}
+        # By id: preempted ones first, then in order of arrival. An abort finds its request at once.
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
+        self.pace = Pace(2 * limits.max_seqs)
+        self._appointments = Appointments(limits.max_queue)
+        self._late_from = 0.0  # when to look for requests that have waited too long
 
-    def enter(self, client: str) -> Visit:
-        """Raises QueueFull when no model would admit another request of this client in time."""
-        refusal = self.refusal(client)
-        if refusal is not None:
-            raise refusal
-        return Visit(self, client, self._models[0] if len(self._models) == 1 else None)
+    def add(self, request: Request) -> None:
+        """Raises QueueFull."""
+        seats, limits = self._seats(), self._limits
+        if (
+            len(self.waiting) >= limits.max_queue + seats
+            or self.turns.count(request.client) >= limits.most_queue + seats
+        ):
+            raise no_place(limits.max_queue, self._appointment(self._clock()))
+        if not (self._running or self.waiting):
+            self.pace.begin(request.arrival)
+            self._appointments.forget()
+        self.waiting[request.id] = request
+        self.turns.add(request)
 
-    def refusal(self, client: str) -> QueueFull | None:
-        """Why another request of this client would not be let in, whatever its model."""
-        refusals = []
-        for model in self._models:
-            refusal = self.refusal_of(model, client)
-            if refusal is None:
-                self.refuses = False
-                return None
-            refusals.append(refusal)
-        self.refuses = True
-        return min(refusals, key=lambda refusal: refusal.retry_after or 0)
+    def put_back(self, request: Request) -> None:
+        """It was preempted, so it is the first to run again."""
+        self.waiting[request.id] = request
+        self.waiting.move_to_end(request.id, last=False)
 
-    def count(self, visit: Visit, change: int) -> None:
-        waiting = self._waiting[visit.model]
-        waiting[visit.client] += change
-        if not waiting[visit.client]:
-            del waiting[visit.client]
+    def admit(self, request: Request) -> None:
+        """It waits no longer. For the first time: what is to be computed of its prompt is known."""
+        del self.waiting[request.id]
+        if request.admitted is None:
+            request.admitted = self._clock()
+            request.cached = request.computed
+            self.turns.take(request)
+            self.turns.charge(request.client, request.prompt_length - request.cached)
 
-    def refusal_of(self, model: str, client: str) -> QueueFull | None:
-        outlook, waiting = self._outlook(model), self._waiting[model]
-        if outlook.idle and not waiting:
-            self._appointments[model].forget()
-        if max(outlook.waiting, waiting.total()) >= outlook.places + outlook.seats:
-            after = self._appointments[model].give(self._clock(), outlook.apart_s)
-            return no_place(outlook.places, after)
-        wait = outlook.wait(_ahead(client, waiting))
-        if wait > outlook.most_s * SURE:
-            after = self._appointments[model].give(
-                self._clock(), outlook.apart_s, wait - outlook.most_s * SURE
-            )
-            return no_time(wait, outlook.most_s, after)
-        return None
+    def remove(self, request: Request) -> bool:
+        """Forget a request; returns whether it has waited here."""
+        if self.waiting.pop(request.id, None) is None:
+            return False
+        self.turns.remove(request)
+        return True
 
+    def next(self, barred: Container[str] = ()) -> Request | None:
+        """The next one to be admitted, without those whose client or turn is `barred`."""
+        first = next(iter(self.waiting.values()), None)
+        if first is not None and first.admitted is not None:  # it was preempted
+            return first
+        return self.turns.next(barred)
 
-def _ahead(client: str, waiting: Counter[str]) -> int:
-    """How many requests have their turn before another one of `client`."""
-    own = waiting[client]
-    return own + sum(min(count, own + 1) for each, count in waiting.items() if each != client)
+    def may_admit(self) -> bool:
+        """Whether a request could be admitted now."""
+        if not self.waiting or len(self._running) >= self._limits.max_seqs:
+            return False
+        request = self.next(self.barred())
+        return request is not None and request.id != self.no_room
+
+    def barred(self) -> set[str]:
+        """Clients and turns that have all places but those that are kept for others."""
+        most = self._limits.most_seqs
+        if len(self._running) < most or most == self._limits.max_seqs:
+            return set()
+        return {holder for holder, count in self.holders().items() if count >= most}
+
+    def holders(self) -> Counter[str]:
+        """How many places clients, if there are several, and turns have."""
+        holders = Counter(request.turn for request in self._running.values())
+        if self._limits.several_clients:
+            holders.update(request.client for request in self._running.values())
+        return holders
+
+    def outlook(self) -> Outlook:
+        """What a new request has to expect."""
+        seats, limits, gap, apart = self._seats(), self._limits, None, 0.0
+        if self.waiting or not seats:
+            now, ahead = self._clock(), self._ahead()
+            gap, apart = self.pace.measured_gap(now, ahead), self.pace.gap(now, ahead)
+        return Outlook(
+            seats=seats,
+            idle=not (self._running or self.waiting),
+            waiting=len(self.waiting),
+            places=limits.max_queue,
+            gap_s=gap,
+            apart_s=apart,
+            most_s=limits.max_queue_s,
+        )
+
+    def late(self, now: float) -> Iterator[tuple[Request, QueueTime]]:
+        """Those that wait for longer than the limit, without any of their prompts run; and why."""
+        limit = self._limits.max_queue_s
+        if now < self._late_from:
+            return  # called every step, and the queue may be long
+        self._late_from = now + min(limit / 16, 1.0)
+        for request in tuple(self.waiting.values()):
+            if request.admitted is not None or self.turns.begun(request):
+                continue
+            if now - request.arrival <= limit:
+                break  # the others came later
+            yield request, no_time(now - request.arrival, limit, self._appointment(now))
+
+    def check(self) -> None:
+        """Raises InvariantError unless those who wait and those who take turns agree."""
+        if any(request.computed for request in self.waiting.values()):
+            raise InvariantError("a waiting request has computed tokens")
+        never_ran = {each.id for each in self.waiting.values() if each.admitted is None}
+        if never_ran != {request.id for request in self.turns}:
+            raise InvariantError("those who take turns are not those who wait")
+
+    def _seats(self) -> int:
+        """Waiting requests that the next step may admit; they do not count as queued."""
+        return 0 if self.no_room else self._limits.max_seqs - len(self._running)
+
+    def _ahead(self) -> list[Request]:
+        those = chain(self._running.values(), self.waiting.values())
+        return [*islice(those, self._limits.max_seqs)]
+
+    def _appointment(self, now: float) -> int:
+        return self._appointments.give(now, self.pace.gap(now, self._ahead()))

@@ -75,6 +75,7 @@ class Request:
     admitted: float | None = None  # monotonic time of the first admission
     first_token: float | None = None
     preemptions: int = 0
+    computed_before: int = 0  # prompt tokens, at most, whenever it was preempted
     draws: list[float] = field(default_factory=list)  # from `rng`, by token of the answer
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.
@@ -370,6 +371,7 @@ class StepStats:
     written_entries: int = 0  # K and V vectors: 2 · layers · kv_heads per token
     written_bytes: int = 0
     preemptions: int = 0
+    computed_before: int = 0  # prompt tokens, at most, whenever it was preempted
     prefix_queried_tokens: int = 0  # once per request, at first admission
     evicted_blocks: int = 0  # cached content given up to make room
     flushed_blocks: int = 0  # cached content forgotten on demand

@@ -86,7 +86,7 @@ class StructuredOutputs(_Strict):
 
 
 class StructuredFields(BaseModel):
-    """At most one form; `grammar` is what it asks for."""
+    """At most one of them is given; what it asks for is `asked_form` of the body."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -96,47 +96,45 @@ class StructuredFields(BaseModel):
     guided_grammar: Text | None = None
     guided_whitespace_pattern: Annotated[str, Field(max_length=256)] | None = None
 
-    @property
-    def grammar(self) -> Grammar | None:
-        return next(self._grammars(), None)
 
-    def _grammars(self) -> Iterator[Grammar]:
-        form = self.response_format
-        if form is not None and form.json_schema is not None:
-            yield Grammar(Kind.JSON_SCHEMA, form.json_schema.schema_)
-        elif form is not None and form.type == "json_object":
-            yield Grammar(Kind.JSON_OBJECT)
-        yield from _given(
-            "guided_",
-            self.guided_whitespace_pattern,
-            json=self.guided_json,
-            regex=self.guided_regex,
-            choice=self.guided_choice,
-            grammar=self.guided_grammar,
+def asked_form(body: StructuredFields) -> Grammar | None:
+    """Raises InvalidField where a body asks for two."""
+    first, *others = [*_grammars(body), None]
+    if first is not None and (other := others[0]) is not None:
+        raise InvalidField(
+            f"{first.param} and {other.param} both say what the answer must look like; send "
+            "one of them",
+            other.param,
         )
-        vllm = self.structured_outputs or StructuredOutputs()
-        whitespace = "" if vllm.disable_any_whitespace else vllm.whitespace_pattern
-        if vllm.json_object:
-            yield Grammar(Kind.JSON_OBJECT, "", whitespace, "structured_outputs.json_object")
-        yield from _given(
-            "structured_outputs.",
-            whitespace,
-            json=vllm.json_,
-            regex=vllm.regex,
-            choice=vllm.choice,
-            grammar=vllm.grammar,
-        )
+    return first
 
-    @model_validator(mode="after")
-    def _check_forms(self) -> Self:
-        first, *others = [*self._grammars(), None]
-        if others and (other := others[0]) is not None and first is not None:
-            raise InvalidField(
-                f"{first.param} and {other.param} both say what the answer must look like; send "
-                "one of them",
-                other.param,
-            )
-        return self
+
+def _grammars(body: StructuredFields) -> Iterator[Grammar]:
+    form = body.response_format
+    if form is not None and form.json_schema is not None:
+        yield Grammar(Kind.JSON_SCHEMA, form.json_schema.schema_)
+    elif form is not None and form.type == "json_object":
+        yield Grammar(Kind.JSON_OBJECT)
+    yield from _given(
+        "guided_",
+        body.guided_whitespace_pattern,
+        json=body.guided_json,
+        regex=body.guided_regex,
+        choice=body.guided_choice,
+        grammar=body.guided_grammar,
+    )
+    vllm = body.structured_outputs or StructuredOutputs()
+    whitespace = "" if vllm.disable_any_whitespace else vllm.whitespace_pattern
+    if vllm.json_object:
+        yield Grammar(Kind.JSON_OBJECT, "", whitespace, "structured_outputs.json_object")
+    yield from _given(
+        "structured_outputs.",
+        whitespace,
+        json=vllm.json_,
+        regex=vllm.regex,
+        choice=vllm.choice,
+        grammar=vllm.grammar,
+    )
 
 
 def _given(prefix: str, whitespace: str | None, **texts: str | None) -> Iterator[Grammar]:

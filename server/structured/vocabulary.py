@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
+from typing import cast
+from weakref import proxy
 
 from ropewalk.model.tokenizers.base import InvalidText, Tokenizer
 
@@ -29,7 +31,8 @@ class Vocabulary:
         self.eos_token_id = ends[0]
         self._special = frozenset(special)
         self._encode = encode
-        self._known = lru_cache(KEPT)(self._found)  # keys of a schema come again and again
+        # Keys of a schema come again and again. Weak, so that a vocabulary is freed with its model.
+        self._known = lru_cache(KEPT)(partial(Vocabulary._found, cast(Vocabulary, proxy(self))))
 
     def __call__(self, data: bytes) -> list[int]:
         """The tokens of a text that continues another, which join to exactly its bytes."""

@@ -15,8 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator
 
 from ropewalk.server.errors import InvalidField, UnsupportedField
-from ropewalk.server.openai.choice import Choice, Piece
-from ropewalk.server.openai.responses import PING, Wire
+from ropewalk.server.openai.answers import PING, Choice, Piece, Wire
 from ropewalk.server.openai.schemas import ChatBody, GenerationBody, TemplateBody
 from ropewalk.server.tools.parser import Delta
 

@@ -6,7 +6,7 @@ from json import dumps
 from pydantic_core import from_json
 
 from ropewalk.server.errors import ServeError
-from ropewalk.server.openai.choice import Choice, Piece, Usage, choice_usage
+from ropewalk.server.openai.answers import Choice, Piece, Usage
 from ropewalk.server.openai.schemas import AS_MANY_AS_FIT, ChatBody
 from ropewalk.server.translators.base import Fields, Part, PartsWire, Translator, event, new_id
 from ropewalk.server.translators.messages_body import NAMES, CountBody, MessagesBody
@@ -21,7 +21,7 @@ class MessagesWire(PartsWire):
         self._cut = chat.wanted_tokens == AS_MANY_AS_FIT  # by the end of the context
 
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
-        so_far = _usage(choice_usage(choices[0]))
+        so_far = _usage(choices[0].usage)
         empty: Fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": so_far}
         return event("message_start", {"message": {**self._head, **empty}})
 

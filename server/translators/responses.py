@@ -7,7 +7,7 @@ from typing import Any
 
 from ropewalk.server.errors import ServeError
 from ropewalk.server.long_work import json_text
-from ropewalk.server.openai.choice import Choice, Piece, Usage
+from ropewalk.server.openai.answers import Choice, Piece, Usage
 from ropewalk.server.openai.schemas import ChatBody
 from ropewalk.server.translators.base import Fields, Part, PartsWire, Translator, event, new_id
 from ropewalk.server.translators.responses_body import NAMES, ResponsesBody

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from ropewalk.cache.manager import CacheManager, Copy
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.rearranging import Copy
 from ropewalk.cache.types import Capability, Evict, Fork, NoRoom, Op, OpReport
 
 
@@ -39,10 +40,12 @@ class Bookkeeping:
     def apply(self, operation):
         match operation:
             case Fork(seq, child, length):
-                copies = self.manager.fork(seq, child, length)
+                copies = self.manager.rearranger.fork(seq, child, length)
             case Evict(seq, first, count, renumber):
                 rewrite = self.renumbering is not Capability.FREE
-                copies = self.manager.evict(seq, first, count, renumber=renumber, rewrite=rewrite)
+                copies = self.manager.rearranger.evict(
+                    seq, first, count, renumber=renumber, rewrite=rewrite
+                )
         if copies is None:
             raise NoRoom
         for copy in copies:

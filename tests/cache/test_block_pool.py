@@ -1,6 +1,7 @@
 import pytest
 
-from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.block_pool import BlockPool
+from ropewalk.cache.types import InvariantError
 
 
 def test_block_0_is_never_handed_out():

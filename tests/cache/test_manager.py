@@ -1,7 +1,7 @@
 import pytest
 
-from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.types import InvariantError
 from tests.cache.bookkeeping import store
 
 LONG = list(range(100, 120))

@@ -223,7 +223,7 @@ def test_who_gets_a_copy_of_a_changed_block_is_named(operation, changed):
     operations = Operations(world.manager, world.kv, world.operations._rules, ledger)
     world.store("a", 8)
     world.store("c", 4)
-    world.manager.fork("a", "shares", 8)
+    world.manager.rearranger.fork("a", "shares", 8)
     ledger.observe(world.manager.drain_events())
     block = world.manager.table("a").blocks[1]
     world.kv.layer(0).keys[block] += 1

@@ -213,7 +213,7 @@ def test_the_parked_keep_what_nobody_else_may_find(forget):
     elif forget == "quarantine":
         cache.quarantine(shared)
     else:
-        cache.evict("a", 0, 1, renumber=True, rewrite=True)
+        cache.rearranger.evict("a", 0, 1, renumber=True, rewrite=True)
         assert shared not in place.put_blocks and cache.table("a").blocks[0] in place.put_blocks
     cache.check()
     assert cache.intact("b") == (forget != "quarantine")

@@ -2,8 +2,8 @@ import hashlib
 
 import pytest
 
-from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.prefix import PrefixIndex, keyed_digest
+from ropewalk.cache.types import InvariantError
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7]
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from ropewalk.cache.block_pool import BlockPool, InvariantError
+from ropewalk.cache.block_pool import BlockPool
 from ropewalk.cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.types import InvariantError
 from tests.cache.bookkeeping import store
 from tests.cache.events import filled, released, reused, taken
 
@@ -57,13 +58,13 @@ def test_a_block_that_is_to_be_written_again_counts_as_taken():
     cache = CacheManager(9, 2)
     store(cache, "a", TOKENS[:8])
     cache.drain_events()
-    cache.truncate("a", 3)
+    cache.rearranger.truncate("a", 3)
     given_up = [released(3, "a", 4), released(4, "a", 6)]
     assert cache.drain_events() == [*given_up, taken(2, "a")]
     store(cache, "a", TOKENS[:8])
-    cache.fork("a", "b", 8)
+    cache.rearranger.fork("a", "b", 8)
     cache.drain_events()
-    cache.truncate("a", 3)  # the block is b's as well, so a has a copy
+    cache.rearranger.truncate("a", 3)  # the block is b's as well, so a has a copy
     events = cache.drain_events()
     assert events[2:] == [taken(cache.table("a").blocks[1], "a"), released(2, "a", 2)]
 

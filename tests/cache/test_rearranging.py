@@ -2,7 +2,8 @@
 
 import pytest
 
-from ropewalk.cache.manager import BlockCounts, CacheManager, Copy
+from ropewalk.cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.rearranging import Copy
 from ropewalk.cache.types import EventKind
 from tests.cache.test_manager import LONG, blocks, store, table
 
@@ -15,7 +16,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_rest():
     cache = CacheManager(8, 4)
     store(cache, "a", LONG[:10])
     cache.drain_events()
-    assert cache.fork("a", "b", 10) == [Copy(3, 4)]
+    assert cache.rearranger.fork("a", "b", 10) == [Copy(3, 4)]
     assert table(cache, "b") == ([1, 2, 4], [0, 4, 8])
     assert kinds(cache) == [(EventKind.REUSED, 1), (EventKind.REUSED, 2), (EventKind.TAKEN, 4)]
     cache.check()
@@ -28,8 +29,8 @@ def test_a_fork_shares_full_blocks_and_copies_the_rest():
 def test_a_fork_at_a_block_needs_no_copy_and_no_room():
     cache = CacheManager(4, 4)
     store(cache, "a", LONG[:10])
-    assert cache.fork("a", "b", 8) == []
-    assert cache.fork("a", "c", 9) is None
+    assert cache.rearranger.fork("a", "b", 8) == []
+    assert cache.rearranger.fork("a", "c", 9) is None
     assert "c" not in cache.sequences
     cache.check()
 
@@ -37,7 +38,7 @@ def test_a_fork_at_a_block_needs_no_copy_and_no_room():
 def test_a_fork_may_begin_before_what_its_parent_published():
     cache = CacheManager(8, 4)
     store(cache, "a", LONG[:12])
-    assert cache.fork("a", "b", 6) == [Copy(2, 4)]
+    assert cache.rearranger.fork("a", "b", 6) == [Copy(2, 4)]
     store(cache, "b", [*LONG[:6], 1, 2])
     assert store(cache, "c", [*LONG[:6], 1, 2, 3]) == 8
 
@@ -47,13 +48,13 @@ def test_a_fork_begins_with_computed_tokens(length):
     cache = CacheManager(8, 4)
     store(cache, "a", LONG[:10])
     with pytest.raises(ValueError, match="cannot fork"):
-        cache.fork("a", "b", length)
+        cache.rearranger.fork("a", "b", length)
 
 
 def test_truncating_gives_blocks_back_and_withdraws_the_one_to_be_written_again():
     cache = CacheManager(8, 4)
     store(cache, "a", LONG[:12])
-    assert cache.truncate("a", 6) == []
+    assert cache.rearranger.truncate("a", 6) == []
     assert blocks(cache, "a") == [1, 2]
     assert cache.computed("a") == 6
     cache.check()
@@ -66,8 +67,8 @@ def test_truncating_gives_blocks_back_and_withdraws_the_one_to_be_written_again(
 def test_truncating_copies_a_shared_block():
     cache = CacheManager(6, 4)
     store(cache, "a", LONG[:9])
-    cache.fork("a", "b", 8)
-    assert cache.truncate("b", 7) == [Copy(2, 4)]
+    cache.rearranger.fork("a", "b", 8)
+    assert cache.rearranger.truncate("b", 7) == [Copy(2, 4)]
     assert blocks(cache, "a") == [1, 2, 3]
     assert blocks(cache, "b") == [1, 4]
     cache.check()
@@ -76,9 +77,9 @@ def test_truncating_copies_a_shared_block():
 def test_truncating_without_room_changes_nothing():
     cache = CacheManager(4, 4)
     store(cache, "a", LONG[:9])
-    cache.fork("a", "b", 8)
+    cache.rearranger.fork("a", "b", 8)
     before = cache.table("b").blocks[:]
-    assert cache.truncate("b", 7) is None
+    assert cache.rearranger.truncate("b", 7) is None
     assert (cache.table("b").blocks, cache.computed("b")) == (before, 8)
     cache.check()
 
@@ -86,8 +87,8 @@ def test_truncating_without_room_changes_nothing():
 def test_truncating_makes_room_for_its_own_copy():
     cache = CacheManager(5, 4)
     store(cache, "a", LONG[:16])
-    cache.fork("a", "b", 8)
-    assert cache.truncate("a", 7) == [Copy(2, 4)]
+    cache.rearranger.fork("a", "b", 8)
+    assert cache.rearranger.truncate("a", 7) == [Copy(2, 4)]
     cache.check()
 
 
@@ -97,7 +98,7 @@ def test_truncating_makes_room_for_its_own_copy():
 def test_evicting_drops_a_span(renumber, bases):
     cache = CacheManager(10, 4)
     store(cache, "a", LONG[:18])
-    assert cache.evict("a", 1, 2, renumber=renumber, rewrite=False) == []
+    assert cache.rearranger.evict("a", 1, 2, renumber=renumber, rewrite=False) == []
     cache.reserve("a", LONG, 13)
     assert table(cache, "a") == ([1, 4, 5, 6], bases)
     assert cache.computed("a") == 10
@@ -108,7 +109,7 @@ def test_evicting_drops_a_span(renumber, bases):
 def test_nothing_is_published_after_an_eviction():
     cache = CacheManager(12, 4)
     store(cache, "a", LONG[:12])
-    cache.evict("a", 1, 1, renumber=True, rewrite=False)
+    cache.rearranger.evict("a", 1, 1, renumber=True, rewrite=False)
     kept = LONG[:4] + LONG[8:]
     store(cache, "a", kept)
     cache.release("a")
@@ -119,8 +120,8 @@ def test_nothing_is_published_after_an_eviction():
 def test_rewritten_blocks_are_withdrawn_and_shared_ones_copied():
     cache = CacheManager(10, 4)
     store(cache, "a", LONG[:16])
-    cache.fork("a", "b", 12)
-    assert cache.evict("a", 1, 1, renumber=True, rewrite=True) == [Copy(3, 5)]
+    cache.rearranger.fork("a", "b", 12)
+    assert cache.rearranger.evict("a", 1, 1, renumber=True, rewrite=True) == [Copy(3, 5)]
     assert blocks(cache, "a") == [1, 5, 4]
     assert blocks(cache, "b") == [1, 2, 3]
     cache.check()
@@ -130,9 +131,9 @@ def test_rewritten_blocks_are_withdrawn_and_shared_ones_copied():
 def test_an_eviction_without_room_for_its_copies_changes_nothing():
     cache = CacheManager(5, 4)
     store(cache, "a", LONG[:16])
-    cache.fork("a", "b", 16)
+    cache.rearranger.fork("a", "b", 16)
     cache.drain_events()
-    assert cache.evict("a", 1, 1, renumber=True, rewrite=True) is None
+    assert cache.rearranger.evict("a", 1, 1, renumber=True, rewrite=True) is None
     assert table(cache, "a") == ([1, 2, 3, 4], [0, 4, 8, 12])
     assert kinds(cache) == []
     cache.check()
@@ -143,14 +144,14 @@ def test_only_full_blocks_are_evicted(first, count):
     cache = CacheManager(10, 4)
     store(cache, "a", LONG[:15])
     with pytest.raises(ValueError, match="not all full"):
-        cache.evict("a", first, count, renumber=True, rewrite=False)
+        cache.rearranger.evict("a", first, count, renumber=True, rewrite=False)
 
 
 def test_a_span_is_shared_at_another_offset():
     cache = CacheManager(10, 4)
     store(cache, "a", LONG[:12])
     store(cache, "b", [1, 2, 3, 4])
-    assert cache.move("a", 1, 2, "b", rewrite=False) == []
+    assert cache.rearranger.move("a", 1, 2, "b", rewrite=False) == []
     assert table(cache, "b") == ([4, 2, 3], [0, 4, 8])
     assert cache.computed("b") == 12
     cache.check()
@@ -162,7 +163,7 @@ def test_a_span_to_be_rewritten_is_copied():
     cache = CacheManager(10, 4)
     store(cache, "a", LONG[:12])
     store(cache, "b", [1, 2, 3, 4])
-    assert cache.move("a", 0, 2, "b", rewrite=True) == [Copy(1, 5), Copy(2, 6)]
+    assert cache.rearranger.move("a", 0, 2, "b", rewrite=True) == [Copy(1, 5), Copy(2, 6)]
     assert blocks(cache, "b") == [4, 5, 6]
     cache.check()
 
@@ -172,7 +173,7 @@ def test_a_span_goes_on_only_after_a_full_block():
     store(cache, "a", LONG[:12])
     store(cache, "b", [1, 2, 3])
     with pytest.raises(ValueError, match="full block"):
-        cache.move("a", 0, 1, "b", rewrite=False)
+        cache.rearranger.move("a", 0, 1, "b", rewrite=False)
 
 
 def test_events_tell_what_became_of_each_block():

@@ -25,9 +25,8 @@ from ropewalk.load_tests.micro.profile_engine import (
 )
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.layers import executor
-from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.scheduler import Scheduler

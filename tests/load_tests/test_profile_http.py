@@ -15,8 +15,7 @@ from ropewalk.load_tests.micro.profile_http import (
 )
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.streaming import EventStream
-from ropewalk.server.openai.choice import Choice
-from ropewalk.server.openai.responses import CompletionWire
+from ropewalk.server.openai.answers import Choice, CompletionWire
 
 REQUESTS, STEPS = 3, 5
 

@@ -11,9 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.model import sampler
-from ropewalk.model.kernels.cpu.sampler import KernelSampler
-from ropewalk.model.sampler import FIRST_CANDIDATES, Ask, Sampler, adjusted, ranked, token_scores
-from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.sampler import (
+    FIRST_CANDIDATES,
+    KernelSampler,
+    Sampler,
+    adjusted,
+    ranked,
+    token_scores,
+)
+from ropewalk.model.sampling import Ask, SamplingParams
 from tests.products import combined, pairs
 
 

@@ -15,12 +15,11 @@ from ropewalk.model.encodings.base import find
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.app.app import create_app
-from ropewalk.server.app.cache_plan import CachePlanner
+from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.launch.build import load_models

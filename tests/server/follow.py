@@ -32,9 +32,8 @@ AROUND = {
     "model/encodings/common/cost.py",
     "model/watch.py",
     "model/weights/checksums.py",
-    "server/engine/forward_timer.py",
-    "server/engine/integrity.py",
     "server/engine/statistics.py",
+    "server/engine/integrity.py",
     "server/http/access_log.py",
     "server/metrics/exporter.py",
 }
@@ -46,7 +45,6 @@ INSIDE = (
     "model/kernels/",
     "model/layers/",
 )
-SAMPLERS = {"model/kernels/cpu/sampler.py"}
 
 
 class Follower:
@@ -92,7 +90,7 @@ def ours(paths) -> list[str]:
 
 def on_the_way(passed: list[str]) -> list[str]:
     """Those that a reader follows from socket to token; the forward pass is one of them."""
-    inside = {path for path in passed if path.startswith(INSIDE) and path not in SAMPLERS}
+    inside = {path for path in passed if path.startswith(INSIDE)}
     return [*sorted({*passed} - AROUND - inside), "the forward pass"]
 
 

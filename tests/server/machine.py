@@ -126,7 +126,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         if stored > (world.cache.num_blocks - 1) * world.cache.block_size:
             return InvalidField
         scheduler = world.scheduler
-        seats = 0 if scheduler._no_room else limits.max_seqs - len(scheduler.running)
+        seats = 0 if scheduler._queue.no_room else limits.max_seqs - len(scheduler.running)
         if len(scheduler.waiting) >= limits.max_queue + seats:
             return QueueFull
         return None

@@ -13,7 +13,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 from ropewalk.cache.keeper import Moves
-from ropewalk.cache.manager import CacheManager, Copy
+from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.rearranging import Copy
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import RequestFailed
 from ropewalk.server.scheduling.request import (

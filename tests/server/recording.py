@@ -12,8 +12,7 @@ from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.engine.engine import Engine
-from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Limits, Request
 from ropewalk.server.scheduling.scheduler import Scheduler

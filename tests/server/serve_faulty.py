@@ -15,8 +15,7 @@ import torch
 
 from ropewalk.server.cli import main
 from ropewalk.server.engine import async_engine
-from ropewalk.server.engine.engine import Engine, Step
-from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.engine import Engine, Runner, Step
 
 TOO_LARGE = 77
 whole_step, run = Engine.step, Runner.__call__

@@ -14,7 +14,7 @@ import time
 import pytest
 
 from ropewalk.server import listen
-from ropewalk.server.http import accepting, protocol
+from ropewalk.server.http import door, protocol
 from tests.server.certificates import self_signed
 from tests.server.sockets import completion, connect, free_port, read_all, read_until
 from tests.server.toy import ScriptedEngine, running, toy_app, wait_for
@@ -191,7 +191,7 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_is_of_use(
     now = [(soft, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: now[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: now.append(limits))
-    assert accepting.max_connections() == connections
+    assert door.max_connections() == connections
     assert now[-1] == (raised, hard)
 
 
@@ -201,4 +201,4 @@ def test_where_the_limit_cannot_be_raised_it_is_kept_to(monkeypatch):
 
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert accepting.max_connections() == 128
+    assert door.max_connections() == 128

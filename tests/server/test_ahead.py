@@ -18,7 +18,7 @@ from ropewalk.model.kernels.graphs.replay import ReplayedDecoder, buckets
 from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.engine import Runner
 from ropewalk.server.scheduling.request import Limits, Overflow, Request
 from tests.model.test_replay import Replaying, on, with_weights
 from tests.model.tiny import tiny

@@ -4,12 +4,13 @@ import asyncio
 import threading
 import time
 from contextlib import aclosing
+from functools import partial
 
 import pytest
 
 from ropewalk.server.engine import async_engine
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.errors import PromptTooLong, RequestFailed, ShuttingDown
+from ropewalk.server.errors import ModelNotLoaded, PromptTooLong, RequestFailed, ShuttingDown
 from ropewalk.server.scheduling.request import FinishReason
 from tests.server.fake_engine import counting, make_engine, make_request
 
@@ -85,6 +86,29 @@ async def test_two_models_are_stepped_in_turn():
         return [event.token for event in await collect(running, request, model)]
 
     assert await asyncio.gather(tokens("a"), tokens("b")) == [[6, 7, 8, 9, 10]] * 2
+    await running.stop()
+
+
+async def test_a_model_without_an_engine_refuses_and_another_goes_on():
+    running, seen = started(make_engine(slowly)[0])
+    await running.add("b", make_engine(slowly)[0])
+    left = asyncio.create_task(collect(running, make_request("x", [5], max_tokens=40), "b"))
+    stays = asyncio.create_task(collect(running, make_request("y", [5], max_tokens=40)))
+    while running.active() < 2:
+        await asyncio.sleep(0.001)
+    while len(seen) < 4:  # both have tokens
+        await asyncio.sleep(0.001)
+    await running.remove("b")
+    assert isinstance((await left)[-1].error, ModelNotLoaded)
+    for ask in (
+        running.flush,
+        running.cache_view,
+        partial(collect, running, make_request("z", [5])),
+    ):
+        with pytest.raises(ModelNotLoaded):
+            await ask(model="b")
+    assert len(await stays) == 40
+    assert running.outlook("b").idle
     await running.stop()
 
 

@@ -16,9 +16,8 @@ from ropewalk.model.sampler import Sampler
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.engine import Engine
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.runner import Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CacheChanged
 from ropewalk.server.metrics.exporter import Metrics

@@ -97,7 +97,7 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
         (["audti"], "No such command 'audti'. Did you mean 'audit'? See ropewalk --help"),
         (["serve", "--prt", "1"], "'--prt'. Did you mean '--port'? See ropewalk serve --help"),
         (["serve", "--por", "1"], "'--por'. Did you mean '--port'? See ropewalk serve --help"),
-        (["serve", "--max-model-length=4k"], "mean '--max-model-len'? See ropewalk serve --help"),
+        (["serve", "--max-modellen=4k"], "'--max-model-len', '--max-models'?); see ropewalk serve"),
         (["serve", "--no-prefix-sharin"], "Did you mean one of: '--no-prefix-sharing', "),
         (["serve", "--gpu-memory-utilization", "1"], "--gpu-memory-utilization'; see ropewalk se"),
         (["chat", "--modle", "x"], "'--modle'. Did you mean '--model'? See ropewalk chat --help"),
@@ -289,7 +289,7 @@ def test_bash_completes_commands_and_flags(tmp_path) -> None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     assert offered("ropewalk fam") == "family"
-    assert offered("ropewalk serve --max-mo") == "--max-model-len"
+    assert offered("ropewalk serve --max-model-") == "--max-model-len"
     assert offered("ropewalk family tr") == "train"
     assert offered("ropewalk completion f") == "fish"
     assert offered("ropewalk serve --no-prefix") == "--no-prefix-sharing"

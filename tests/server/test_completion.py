@@ -7,8 +7,8 @@ import pytest
 
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import RequestFailed
-from ropewalk.server.openai.choice import Choice, Usage, choice_usage, spelled, total_usage
-from ropewalk.server.openai.responses import LOWEST_LOGPROB, CompletionWire
+from ropewalk.server.openai.answers import Choice, CompletionWire, Usage, total_usage
+from ropewalk.server.openai.scores import LOWEST_LOGPROB, spelled
 from ropewalk.server.scheduling.request import FinishReason, Request, TokenEvent
 from tests.server.toy import END, ByteTokenizer, score
 
@@ -88,7 +88,7 @@ def test_usage():
     first, second = choice(b"abc"), choice(b"abc", index=1)
     for one, cached in ((first, 2), (second, 3)):
         one.take([TokenEvent("0", 65, cached_tokens=cached), TokenEvent("0", 66)])
-    assert choice_usage(first) == Usage(3, 2, 2)
+    assert first.usage == Usage(3, 2, 2)
     assert total_usage([first, second], n=2) == Usage(3, 4, 2)
     assert total_usage([first, second], n=1) == Usage(6, 4, 5)
 

@@ -132,6 +132,9 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_text("port=77")  # a file of settings, and an API key
         text = str(file)
+    if option.type.name == "folder":
+        (tmp_path / "a.gguf").touch()
+        text = str(tmp_path)
     if option.name == "ssl_keyfile":
         base = {"ROPEWALK_SSL_CERTFILE": text}
     if option.secondary_opts:

@@ -18,6 +18,7 @@ WHOLE = {  # the least that each needs
     "ChatBody": {"messages": [{"role": "user", "content": "a"}]},
     "EmbeddingBody": {"input": "a"},
     "TokenizeBody": {},
+    "ModelBody": {},
     "DetokenizeBody": {"tokens": [1]},
     "CachePlanBody": {"operation": "append", "tokens": 1},
 }

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ropewalk.server.errors import QueueFull, QueueTime
-from ropewalk.server.scheduling.queue import SURE, Door
+from ropewalk.server.http.door import SURE, Door
 from ropewalk.server.scheduling.request import Outlook
 from tests.server.toy import ScriptedEngine, ask, chat, complete, sample, toy, toy_app
 

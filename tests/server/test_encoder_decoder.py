@@ -15,14 +15,13 @@ from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import Detokenizer
-from ropewalk.server.engine.engine import Engine
-from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError, InvalidField, PromptTooLong
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.choice import Choice
+from ropewalk.server.openai.answers import Choice
 from ropewalk.server.scheduling.request import Limits, Request, Sampled, TokenEvent
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
@@ -211,11 +210,11 @@ class SpacedTokenizer:
 
 @pytest.mark.parametrize(("source", "text"), [([5], "7 8"), ([], " 7 8")])
 def test_an_answer_is_a_text_of_its_own(source, text):
-    asked = request("a", source)
+    asked = request("a", source, logprobs=0)
     choice = Choice(0, asked, SpacedTokenizer())
     events = [TokenEvent("a", token) for token in (STOP, 7, 8)]
     assert choice.take(events).text == text
-    assert "".join(choice.spell(token)[0] for token in (STOP, 7, 8)) == text
+    assert "".join(choice.speller.spell(token)[0] for token in (STOP, 7, 8)) == text
 
 
 @pytest.mark.parametrize(
@@ -304,8 +303,8 @@ def engine_of(forward, decoder, blocks, *, ahead=False, **limits):
     return made, manager, scheduler
 
 
-def request(name, source, max_tokens=20):
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+def request(name, source, max_tokens=20, logprobs=None):
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=logprobs)
     return Request(name, [START], 1, params, 0.0, random.Random(0), source=tuple(source))
 
 

@@ -82,7 +82,7 @@ def test_route_lists_all_with_the_models_that_have_them(outside) -> None:
 def test_list_is_made_once(monkeypatch) -> None:
     app = served("rope")
     body = listed(app)
-    monkeypatch.setattr("ropewalk.server.app.encodings.catalogue", None)
+    monkeypatch.setattr("ropewalk.server.app.operations.catalogue", None)
     assert listed(app) == body
 
 

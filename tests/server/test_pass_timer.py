@@ -7,7 +7,7 @@ import torch
 
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.loading.checkpoints import open_checkpoint
-from ropewalk.server.engine.forward_timer import TimedDecoder
+from ropewalk.server.engine.statistics import TimedDecoder
 from ropewalk.server.scheduling.request import PassTimes
 from tests.model import encoder_decoders
 from tests.model.attention.triton_here import DEVICE

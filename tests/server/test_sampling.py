@@ -8,7 +8,7 @@ import torch
 from ropewalk.cache.manager import Table
 from ropewalk.model.sampler import Sampler
 from ropewalk.server.engine.batch import PromptRows, build_batch
-from ropewalk.server.engine.runner import sample
+from ropewalk.server.engine.engine import sample
 from ropewalk.server.scheduling.request import Work
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from ropewalk.cache.block_pool import InvariantError
 from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import InvariantError
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, RequestFailed
 from ropewalk.server.scheduling.request import (
@@ -624,13 +624,12 @@ def test_limits_below_one_are_refused(name):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda s, a, b: s._waiting.__setitem__("a", a),
+        lambda s, a, b: s._queue.waiting.__setitem__("a", a),
         lambda s, a, b: s._running.__setitem__("b", b),
         lambda s, a, b: s._cache.release("a"),
         lambda s, a, b: s._cache.reserve("x", [1], 1),
         lambda s, a, b: setattr(a, "computed", len(a.tokens)),
         lambda s, a, b: setattr(b, "computed", 1),
-        lambda s, a, b: s._recompute.__setitem__("gone", 1),
         lambda s, a, b: a.tokens.extend(range(100)),
     ],
 )

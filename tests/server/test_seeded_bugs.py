@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from ropewalk.cache import manager, prefix
-from ropewalk.cache.block_pool import BlockPool
+from ropewalk.cache.block_pool import BlockPool, Held
 from ropewalk.cache.keeper import Keeper, Slots
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.prefix import PrefixIndex
-from ropewalk.server.scheduling.context_shift import ContextShifter
+from ropewalk.cache.rearranging import Rearranger
+from ropewalk.server.scheduling.contexts import Contexts
 from ropewalk.server.scheduling.request import FinishReason, Plan, Work
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.server.machine import ProvenanceMachine
@@ -215,7 +216,7 @@ def preemption_drops_the_request(patch):
 
     def bug(scheduler):
         request = preempt(scheduler)
-        del scheduler._waiting[request.id]
+        del scheduler._queue.waiting[request.id]
         return request
 
     patch(Scheduler, "_preempt_newest", bug)
@@ -226,47 +227,40 @@ def preempted_goes_to_the_back(patch):
 
     def bug(scheduler):
         request = preempt(scheduler)
-        scheduler._waiting.move_to_end(request.id)
+        scheduler._queue.waiting.move_to_end(request.id)
         return request
 
     patch(Scheduler, "_preempt_newest", bug)
 
 
 def preempted_keeps_its_computed_count(patch):
-    preempt, open_ = Scheduler._preempt_newest, Scheduler._open
+    preempt, open_ = Scheduler._preempt_newest, Contexts.open
 
     def forgetful(scheduler):
         computed = next(reversed(scheduler._running.values())).computed
         request = preempt(scheduler)
-        scheduler._kept = {**getattr(scheduler, "_kept", {}), request.id: computed}
+        contexts = scheduler._contexts
+        contexts._kept = {**getattr(contexts, "_kept", {}), request.id: computed}
         return request
 
-    def bug(scheduler, request):
-        admitted = open_(scheduler, request)
-        request.computed = max(request.computed, getattr(scheduler, "_kept", {}).get(request.id, 0))
+    def bug(contexts, request):
+        admitted = open_(contexts, request)
+        request.computed = max(request.computed, getattr(contexts, "_kept", {}).get(request.id, 0))
         return admitted
 
     patch(Scheduler, "_preempt_newest", forgetful)
-    patch(Scheduler, "_open", bug)
+    patch(Contexts, "open", bug)
 
 
 def room_is_never_sought_again(patch):
-    release = Scheduler._release
-
-    def bug(scheduler, request, *, forget=False):
-        stuck = scheduler._no_room
-        release(scheduler, request, forget=forget)
-        scheduler._no_room = stuck
-
     end = Scheduler._end
 
-    def bug_end(scheduler, *args, **options):
-        stuck = scheduler._no_room
+    def bug(scheduler, *args, **options):
+        stuck = scheduler._queue.no_room
         end(scheduler, *args, **options)
-        scheduler._no_room = stuck
+        scheduler._queue.no_room = stuck
 
-    patch(Scheduler, "_release", bug)
-    patch(Scheduler, "_end", bug_end)
+    patch(Scheduler, "_end", bug)
 
 
 def failure_publishes_its_blocks(patch):
@@ -294,7 +288,7 @@ def abort_forgets_the_queue(patch):
     abort = Scheduler.abort
 
     def bug(scheduler, request_id):
-        return None if request_id in scheduler._waiting else abort(scheduler, request_id)
+        return None if request_id in scheduler._queue.waiting else abort(scheduler, request_id)
 
     patch(Scheduler, "abort", bug)
 
@@ -322,44 +316,42 @@ def one_token_too_many(patch):
 
 
 def fork_shares_the_block_that_both_write(patch):
-    def bug(cache, seq, child, length):
-        cache._sequences[child] = forked = copy(cache._sequences[seq])
+    def bug(rearranger, seq, child, length):
+        rearranger._sequences[child] = forked = copy(rearranger._sequences[seq])
         forked.blocks, forked.bases = forked.blocks[:], forked.bases[:]
         forked.computed = length
-        cache._share(child, forked.blocks)
+        rearranger._blocks.share(child, forked.blocks)
         return []
 
-    patch(CacheManager, "fork", bug)
+    patch(Rearranger, "fork", bug)
 
 
 def publish_after_an_eviction(patch):
-    def bug(cache, sequence):
-        full = sequence.computed // cache.block_size
-        sequence.settled, sequence.tip = full, cache._index.entry(sequence.blocks[full - 1])
+    def bug(held, size):
+        held.settled = held.computed // size
 
-    patch(CacheManager, "_end_chain", bug)
+    patch(Held, "end_chain", bug)
 
 
 def eviction_keeps_the_bases(patch):
-    evict = CacheManager.evict
+    evict = Rearranger.evict
     patch(
-        CacheManager,
+        Rearranger,
         "evict",
-        lambda cache, seq, first, count, *, renumber, rewrite: evict(
-            cache, seq, first, count, renumber=False, rewrite=False
+        lambda rearranger, seq, first, count, *, renumber, rewrite: evict(
+            rearranger, seq, first, count, renumber=False, rewrite=False
         ),
     )
 
 
 def shift_drops_other_tokens_than_entries(patch):
-    forget = ContextShifter._forget
+    drop = Contexts._drop
 
-    def bug(shifter, request, *rest):
-        shift = forget(shifter, request, *rest)
+    def bug(contexts, request, *rest):
+        drop(contexts, request, *rest)
         request.front -= 1
-        return shift
 
-    patch(ContextShifter, "_forget", bug)
+    patch(Contexts, "_drop", bug)
 
 
 def old_content_stays_in_its_slot(patch):

@@ -6,10 +6,9 @@ import pytest
 
 from ropewalk.server.errors import Unauthorized
 from ropewalk.server.http.access_log import HttpLog
-from ropewalk.server.http.shedding import Shedder
+from ropewalk.server.http.door import Door, Shedder
 from ropewalk.server.http.streaming import Drain
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.scheduling.queue import Door
 from ropewalk.server.scheduling.request import Outlook
 from tests.server.sockets import connect, post, read_until
 from tests.server.toy import ScriptedEngine, running, sample, toy_app

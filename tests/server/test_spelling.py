@@ -10,7 +10,7 @@ from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.tokenizers.base import AddedToken
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
 from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
-from ropewalk.server.openai.choice import parts_of, special, spell_prompt, spelled
+from ropewalk.server.openai.scores import parts_of, special, spell_prompt, spelled
 from tests.model.tokenizers.samples import MARKERS, SPM_KINDS, TRICKY, byte_level, texts, train_spm
 from tests.server.toy import BEGIN, END, ByteTokenizer
 from tests.smollm2 import smollm2_path

@@ -9,7 +9,7 @@ import torch
 from ropewalk.cache.manager import Table
 from ropewalk.model.batch import Cross
 from ropewalk.server.engine.batch import StepBatches, build_batch
-from ropewalk.server.engine.runner import Runner
+from ropewalk.server.engine.engine import Runner
 from ropewalk.server.scheduling.request import Work
 from tests.model.tiny import tiny
 from tests.server.fake_engine import make_request

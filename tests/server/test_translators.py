@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ropewalk.server.errors import QueueFull, RequestFailed
+from ropewalk.server.http.door import SURE
 from ropewalk.server.openai.body import read_body
-from ropewalk.server.scheduling.queue import SURE
 from ropewalk.server.scheduling.request import Outlook
 from ropewalk.server.tools.conventions import Conventions, Told
 from ropewalk.server.tools.formats import HERMES, THINK

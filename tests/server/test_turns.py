@@ -274,7 +274,7 @@ def test_a_preempted_answer_that_waits_for_its_prompt_ends_the_search_for_others
     second.sibling = "a1"
     s.add(second)
     step(s)
-    s._turns.remove(second)  # as if it had run, and had been preempted before its first token
+    s._queue.turns.remove(second)  # as if it had run, and had been preempted before its first token
     second.admitted = 1.0
     add(s, "b", 2)
     step(s)

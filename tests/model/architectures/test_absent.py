@@ -10,10 +10,9 @@ import pytest
 import torch
 import transformers
 
-from ropewalk.model.architectures.absent import Default, Disputed, Like
 from ropewalk.model.architectures.base import architectures, by_model_type
 from ropewalk.model.architectures.common import HARMLESS, TRANSFORMERS
-from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.fields import Default, Disputed, Fields, Like
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from tests.model import checkpoints, refusals
 from tests.model.architectures.descriptions import ABSENT, Stored, from_gguf, hf

@@ -22,7 +22,7 @@ from ropewalk.model.kernels.cpu.lowering import Kind, Lowering, fused
 from ropewalk.model.program import Add, Attend, Clip, Gate, Part, Scale
 from ropewalk.model.recipes import ADD, Layer
 from ropewalk.model.watch import Watch
-from ropewalk.server.engine.forward_timer import TimedDecoder
+from ropewalk.server.engine.statistics import TimedDecoder
 from tests.model.few_bits import BITS, round_weights
 from tests.model.running import CPU, Running, full_of_nan, make_batch, new_cache
 from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, WIDE_ROPE, in_torch, program_of, tiny

@@ -1,0 +1,1 @@
+"""What many replicas will do, predicted from what one does."""
