@@ -1,6 +1,6 @@
 """Combinations of which a usual run tests some, and `scripts/test --full` all."""
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
@@ -18,15 +18,25 @@ def combined(*values, always):
     ]
 
 
-def thirds(*values):
-    """Every combination, of which a usual run tests a third.
+def pairs(**axes):
+    """Every combination of the axes' values, as a decorator that parametrizes a test.
 
-    That third contains every pair of values from two lists if another list has three.
+    A usual run tests so many that any two values of different axes meet in one of them.
     """
-    lists = [list(of) for of in values]
-    return combined(
-        *lists,
-        always=lambda *each: (
-            sum(of.index(value) for of, value in zip(lists, each, strict=True)) % 3 == 0
-        ),
-    )
+    lists = [list(of) for of in axes.values()]
+    every = list(product(*(range(len(of)) for of in lists)))
+    # Neighbours share most values, so that they are looked at in an order that jumps.
+    every.sort(key=lambda each: (sum(each) % max(map(len, lists)), each))
+    met, usual = set(), set()
+    most = len(lists) * (len(lists) - 1) // 2
+    for new in range(most, 0, -1):  # first those in which the most values meet for the first time
+        for each in every:
+            meeting = set(combinations(enumerate(each), 2)) - met
+            if len(meeting) >= new:
+                met |= meeting
+                usual.add(each)
+    given = []
+    for each in sorted(every):
+        values = [of[index] for of, index in zip(lists, each, strict=True)]
+        given.append(pytest.param(*values, marks=() if each in usual else pytest.mark.full))
+    return pytest.mark.parametrize(list(axes), given)

@@ -91,10 +91,7 @@ NO_TORCH = (  # files, and what begins so
     "server/scheduling/",
 )
 ONLY_IN = {  # third-party package: the files that may know it
-    "prometheus_client": (
-        "server/metrics/exporter.py",
-        "load_tests/client/scrape.py",
-    ),
+    "prometheus_client": ("server/metrics/exporter.py", "load_tests/client/scrape.py"),
     "click": ("server/cli/",),
     "fastapi": ("server/app/",),
     "matplotlib": (

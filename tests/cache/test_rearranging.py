@@ -18,11 +18,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_rest():
     cache.drain_events()
     assert cache.rearranger.fork("a", "b", 10) == [Copy(3, 4)]
     assert table(cache, "b") == ([1, 2, 4], [0, 4, 8])
-    assert kinds(cache) == [
-        (EventKind.REUSED, 1),
-        (EventKind.REUSED, 2),
-        (EventKind.TAKEN, 4),
-    ]
+    assert kinds(cache) == [(EventKind.REUSED, 1), (EventKind.REUSED, 2), (EventKind.TAKEN, 4)]
     cache.check()
     # Both go on, and what each fills is published after the same beginning.
     store(cache, "a", LONG[:12])

@@ -7,8 +7,7 @@ import os
 from anthropic import Anthropic, BadRequestError
 
 client = Anthropic(
-    base_url=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"),
-    api_key=os.environ["OPENAI_API_KEY"],
+    base_url=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), api_key=os.environ["OPENAI_API_KEY"]
 )
 model = os.environ["MODEL"]
 user = {"role": "user", "content": "Name a river."}

@@ -59,10 +59,7 @@ def test_facts_are_the_models_own():
     async def facts(server: Server) -> list[Facts]:
         return [await facts_of(variant) for variant in await variants_of(server, ("r", "n"))]
 
-    assert ask(facts) == [
-        Facts(64, 32, 300, 16),
-        Facts(None, None, None, 32),
-    ]
+    assert ask(facts) == [Facts(64, 32, 300, 16), Facts(None, None, None, 32)]
 
 
 def test_a_server_that_says_little():

@@ -75,7 +75,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
 
     rows = [line.split("|")[1:-1] for line in out.splitlines() if line.startswith("|tiny|")]
     assert [row[1:3] for row in rows] == [
-        *(["1", "64"], ["2", "64"], ["1", "64"], ["2", "64"], ["1", "32"]),
+        *(["1", "64"], ["2", "64"], ["1", "64"], ["2", "64"], ["1", "32"])
     ]
     assert all(rows[at][-1] for at in (0, 2, 3, 4)) and not rows[1][-1]  # times as fast
     assert "Left out" not in out

@@ -237,9 +237,7 @@ def test_without_counters_or_shifts_those_plots_are_left_out():
 def test_a_server_that_counts_other_things_is_not_said_to_have_rewritten_nothing():
     foreign = {"vllm:generation_tokens_total": 24.0}
     whole = counted(result({"nope": 1, "rope": 1}, [CHAT]), {"nope": counters(), "rope": foreign})
-    assert by_key(whole)["chat-cache"].table[1:] == [
-        ("nope", "0", "512", "0", "0", "0"),
-    ]
+    assert by_key(whole)["chat-cache"].table[1:] == [("nope", "0", "512", "0", "0", "0")]
 
 
 def test_a_machine_that_drifts_is_seen():

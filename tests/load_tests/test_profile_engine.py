@@ -128,10 +128,7 @@ def test_slow_attention_is_attention():
 
 @pytest.mark.parametrize(
     ("compute", "part", "count"),
-    [
-        ("linear", LINEAR, 4 * CONFIG.layers),
-        ("norm", NORM, 1 + 2 * CONFIG.layers),
-    ],
+    [("linear", LINEAR, 4 * CONFIG.layers), ("norm", NORM, 1 + 2 * CONFIG.layers)],
 )
 def test_a_slow_op_is_its_part(compute, part, count, monkeypatch):
     clock = Clock()

@@ -12,15 +12,7 @@ from ropewalk.load_tests.run.runner import NoSuccess, Runner
 from ropewalk.load_tests.workload.loads import Load
 from ropewalk.load_tests.workload.prompts import PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes, workload_from
-from tests.load_tests.sse_server import (
-    event,
-    good,
-    serving,
-    stream,
-    text_event,
-    usage_event,
-    whole,
-)
+from tests.load_tests.sse_server import event, good, serving, stream, text_event, usage_event, whole
 
 SIZES = Sizes(prompt_tokens=40, output_tokens=3, requests_per_worker=2, arrivals=5)
 FLUSH = "/v1/cache/flush"

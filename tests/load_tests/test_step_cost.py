@@ -49,11 +49,7 @@ def test_a_part_can_be_left_out(capsys):
 def taken(rope: float, t5: float) -> list[dict[str, float]]:
     """Rounds in which the machine slows down by ten, and noise of half a percent."""
     return [
-        {
-            "nope": drift,
-            "rope": drift * rope * (1 + 0.005 * (i % 2)),
-            "t5:table": drift * t5,
-        }
+        {"nope": drift, "rope": drift * rope * (1 + 0.005 * (i % 2)), "t5:table": drift * t5}
         for i, drift in enumerate([1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 10.0])
     ]
 

@@ -1,7 +1,9 @@
 import gguf
 import numpy as np
 import pytest
+import torch
 
+from ropewalk.server.engine.openmp import end_idle_threads
 from tests.smollm2 import smollm2_path
 
 
@@ -21,3 +23,12 @@ def smollm2_reader():
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
         patch.setattr(gguf.GGUFReader, "_get", cut)
         return gguf.GGUFReader(path)
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads compute, until the end of the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+    end_idle_threads()

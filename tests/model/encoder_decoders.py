@@ -114,11 +114,7 @@ def allocator(generator):
 def new_cache(decoder, blocks=201, block_size=BLOCK):
     config = decoder.config
     kv = KVCache(
-        config,
-        blocks=blocks,
-        block_size=block_size,
-        dtype=decoder.dtype,
-        device=decoder.device,
+        config, blocks=blocks, block_size=block_size, dtype=decoder.dtype, device=decoder.device
     )
     kv._keys.fill_(torch.nan)
     kv._values.fill_(torch.nan)

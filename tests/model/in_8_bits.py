@@ -32,11 +32,7 @@ class CacheByHand(KVCache):
 
 def cache_by_hand(decoder, blocks, block_size):
     return CacheByHand(
-        decoder.config,
-        blocks=blocks,
-        block_size=block_size,
-        dtype=torch.float64,
-        device=CPU,
+        decoder.config, blocks=blocks, block_size=block_size, dtype=torch.float64, device=CPU
     )
 
 

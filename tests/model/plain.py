@@ -3,12 +3,7 @@
 import torch
 import transformers
 
-COMMON = {
-    "vocab_size": 260,
-    "bos_token_id": None,
-    "eos_token_id": 256,
-    "pad_token_id": None,
-}
+COMMON = {"vocab_size": 260, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
 
 
 def bloom(**changes):

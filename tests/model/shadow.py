@@ -78,7 +78,9 @@ def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor
 
 
 def moved(decoder: Decoder, shadow: Shadow, delta: int) -> Shadow:
-    """The same entries `delta` positions later."""
+    """The same entries `delta` positions later, if there are any."""
+    if not shadow.keys:
+        return shadow
     keys = turned(decoder, torch.stack(shadow.keys), torch.full((len(shadow.keys),), delta))
     return replace(shadow, keys=list(keys), positions=[each + delta for each in shadow.positions])
 

@@ -270,9 +270,7 @@ class Walk(RuleBasedStateMachine):
             assert set(table.blocks[: length // BLOCK]) <= self.ledger.sealed
             where = torch.tensor(table.blocks)
             for part, wanted in zip(
-                (self.kv._keys, self.kv._values),
-                stored(self.decoder, shadow, BLOCK),
-                strict=True,
+                (self.kv._keys, self.kv._values), stored(self.decoder, shadow, BLOCK), strict=True
             ):
                 found = part[:, where].flatten(1, 2)[:, :length]
                 assert float((found - wanted).abs().max()) <= self.exact

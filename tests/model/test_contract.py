@@ -20,7 +20,7 @@ from tests.model.in_8_bits import cache_by_hand
 from tests.model.paths import BLOCK, PATHS, four_ragged
 from tests.model.running import make_batch, new_cache, run_uncached
 from tests.model.tiny import ABSOLUTE, ENCODINGS, on_kernels, parameters_of, tiny
-from tests.products import combined, thirds
+from tests.products import combined, pairs
 
 WINDOWS = (None, 5, None)  # the second layer's is longer than a block, and no multiple of it
 EXACT = 1e-10
@@ -120,7 +120,7 @@ def exactly_in_8_bits(encoding):
 
 
 # A backend sees how many rows of each request are in a step, not which path the step is of.
-@pytest.mark.parametrize(("encoding", "path", "backend"), thirds(ENCODINGS, PATHS, BACKENDS))
+@pairs(encoding=ENCODINGS, path=PATHS, backend=BACKENDS)
 def test_every_path_equals_one_uncached_pass(encoding, path, backend, made):
     check_path(made(encoding, backend), exactly(encoding), path)
 

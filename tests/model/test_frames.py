@@ -12,7 +12,7 @@ from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.paths import BLOCK, PATHS
 from tests.model.running import Running, make_batch, new_cache, run_uncached
 from tests.model.tiny import ENCODINGS, ROPE, WIDE_ROPE, YARN, Unchanged, on_kernels, tiny, wrapped
-from tests.products import combined
+from tests.products import combined, pairs
 
 TOKENS = random.Random(2).choices(range(61), k=70)
 TURNING = {
@@ -71,9 +71,7 @@ def test_frames_give_the_same_logits(frame, turning, path, backend, backends):
     assert difference(torch.float32).square().mean().sqrt() <= ROUNDED
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("turning", TURNING)
-@pytest.mark.parametrize("frame", KeyFrame)
+@pairs(frame=KeyFrame, turning=TURNING, dtype=[torch.float32, torch.bfloat16])
 def test_kernels_keep_the_frame(frame, turning, dtype, kernels):
     decoder = framed(frame, CpuBackend(kernels), dtype, **TURNING[turning])
     before = run_uncached(decoder, TOKENS)

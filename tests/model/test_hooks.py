@@ -52,10 +52,7 @@ def rotates(act):
         (lambda q, k, at: (q, None), "and NoneType for "),
         (lambda q, k, at: q, "rotate returns Tensor, not tuple"),
         (lambda q, k, at: (q, k / 0), "rotate returns numbers that are not finite"),
-        (
-            lambda q, k, at: (q, k * torch.ones(8)),
-            "bfloat16 .* and float32 .* for bfloat16",
-        ),
+        (lambda q, k, at: (q, k * torch.ones(8)), "bfloat16 .* and float32 .* for bfloat16"),
         (lambda q, k, at: (q, k[at]), "rotate fails .test_hooks.py, line .*: IndexError: "),
         (lambda q, k, at: (q, k * at.max()), "when other tokens are computed with it"),
         (

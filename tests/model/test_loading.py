@@ -462,10 +462,7 @@ def write_gguf_with(path, model, change):
     [
         (lambda t, w: t.pop("blk.1.ffn_up.weight"), "lacks tensor 'blk.1.ffn_up.weight'"),
         (lambda t, w: t.update(x=np.ones(3, np.float32)), "holds tensor 'x'"),
-        (
-            lambda t, w: t.update({"rope_freqs.weight": np.ones(4, np.float32)}),
-            "rope_freqs.weight",
-        ),
+        (lambda t, w: t.update({"rope_freqs.weight": np.ones(4, np.float32)}), "rope_freqs.weight"),
         (
             lambda t, w: t.update({"blk.0.attn_q.bias": np.ones(60, np.float32)}),
             "lacks tensor 'blk.0.attn_k.bias'",

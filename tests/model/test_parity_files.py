@@ -12,13 +12,7 @@ from ropewalk.model.config import EncodingSpec
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints
 from tests.model.checkpoints import loaded
-from tests.model.families import (
-    FAMILIES,
-    TRAINED,
-    trained_gptj,
-    trained_mpt,
-    trained_neox,
-)
+from tests.model.families import FAMILIES, TRAINED, trained_gptj, trained_mpt, trained_neox
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, mpt, opt
 from tests.model.test_parity import check, difference, drawn
 

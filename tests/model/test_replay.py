@@ -313,13 +313,7 @@ def on(device, encoding, backend, stored=torch.float32):
     """A decoder with uninitialised weights and a cache for it, of what is `stored`."""
     config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
     made = create(config.encoding, config, CONTEXT, device)
-    kv = KVCache(
-        config,
-        blocks=40,
-        block_size=BLOCK,
-        dtype=stored,
-        device=device,
-    )
+    kv = KVCache(config, blocks=40, block_size=BLOCK, dtype=stored, device=device)
     weights = allocate(config, made, dtype=torch.float32, device=device)
     told = program(config, weights, made)
     if backend is TritonAttention:

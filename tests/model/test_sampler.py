@@ -20,7 +20,7 @@ from ropewalk.model.sampler import (
     token_scores,
 )
 from ropewalk.model.sampling import Ask, SamplingParams
-from tests.products import combined
+from tests.products import combined, pairs
 
 
 @pytest.fixture(scope="module", params=["torch", "kernels"])
@@ -337,9 +337,7 @@ def test_top_logprobs_are_ordered():
     assert ranked([]) == ()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [0, 1, 5, 20])
-@pytest.mark.parametrize("vocab", [20, 511, 513, 5000])
+@pairs(vocab=[20, 511, 513, 5000], count=[0, 1, 5, 20], dtype=[torch.float32, torch.bfloat16])
 def test_kernels_score_as_torch_does(vocab, count, dtype, kernels):
     generator = torch.Generator().manual_seed(vocab)
     rows = (4 * torch.randn(7, vocab, generator=generator)).to(dtype)

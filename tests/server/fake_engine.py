@@ -51,14 +51,7 @@ def auditor_of(kv, manager, scheduler, ledger=None):
 
 
 def make_engine(
-    forward=counting,
-    *,
-    blocks=40,
-    clock=None,
-    meter=None,
-    ahead=False,
-    drain_times=tuple,
-    **limits,
+    forward=counting, *, blocks=40, clock=None, meter=None, ahead=False, drain_times=tuple, **limits
 ):
     chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
     manager = CacheManager(blocks, BLOCK)

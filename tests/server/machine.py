@@ -101,10 +101,7 @@ class ProvenanceMachine(RuleBasedStateMachine):
         self.step(steps)
 
     @precondition(lambda self: self.oddities < 3)
-    @rule(
-        prompt=st.lists(st.integers(0, 1), max_size=30),
-        max_tokens=st.integers(1, 30),
-    )
+    @rule(prompt=st.lists(st.integers(0, 1), max_size=30), max_tokens=st.integers(1, 30))
     def add_anything(self, prompt, max_tokens):
         """Mostly refused, so only now and then."""
         self.oddities += 1

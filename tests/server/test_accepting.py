@@ -131,7 +131,9 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize(("soft", "hard"), [(256, 256), (64, 400)])
+@pytest.mark.parametrize(
+    ("soft", "hard"), [pytest.param(256, 256, marks=pytest.mark.full), (64, 400)]
+)
 def test_a_flood_of_silent_connections_never_takes_the_last_descriptor(soft, hard):
     port = free_port()
     process = subprocess.Popen(

@@ -8,6 +8,7 @@ import pytest
 from ropewalk.server.errors import QueueFull, RequestFailed, ShuttingDown
 from ropewalk.server.openai import requests
 from ropewalk.server.scheduling.request import FinishReason
+from tests.products import pairs
 from tests.server.toy import (
     BEGIN,
     CONTEXT,
@@ -22,8 +23,6 @@ from tests.server.toy import (
     toy,
     toy_app,
 )
-
-HELLO = "Hello, world! "
 
 
 def events(text: str) -> list:
@@ -264,9 +263,7 @@ def test_a_stop_token_of_the_client_is_named():
     assert choice["stop_reason"] == ord("o")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("batch", [1, 3, 50])
-@pytest.mark.parametrize("n", [1, 2])
+@pairs(stream=[False, True], batch=[1, 3, 50], n=[1, 2])
 def test_a_stop_string_over_several_tokens_ends_the_text(stream, batch, n):
     engine = ScriptedEngine()
     engine.batch = batch
@@ -634,10 +631,7 @@ def test_tokens_that_the_model_does_not_embed_are_refused_where_they_occur():
         body = (
             {"messages": [{"role": "user", "content": "a"}]}
             if "chat" in path
-            else {
-                "prompt": "a",
-                "add_special_tokens": False,
-            }
+            else {"prompt": "a", "add_special_tokens": False}
         )
         bias = post(path, logit_bias={"195": 5}, **body)
         assert error_of(bias, 400)["param"] == "logit_bias"

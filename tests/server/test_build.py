@@ -290,10 +290,7 @@ def test_a_lone_request_takes_larger_steps_where_there_is_no_other_model(folder,
         (["--encoding", "t6"], "There is no encoding 't6'"),
         (["--encoding", "rope", "--kv-memory", "1K"], "raise --kv-memory"),
         (["--encoding", "t5"], "t5 has trained weights"),
-        (
-            ["--encoding-option", "form=table"],
-            "the encoding rope, which takes only base, width",
-        ),
+        (["--encoding-option", "form=table"], "the encoding rope, which takes only base, width"),
         (["--encoding", "nope", "--encoding-option", "form=window"], "has the encoding nope"),
         (
             ["--encoding", "nope", "--encoding-option", "frame=raw"],

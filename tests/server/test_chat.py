@@ -82,12 +82,7 @@ def test_conversation_is_remembered_reset_and_instructed() -> None:
     assert "/v1/models" not in seen.paths
     assert {headers["authorization"] for headers in seen.headers} == {"Bearer secret"}
     conversations = [[m["content"] for m in body["messages"]] for body in seen.bodies]
-    assert conversations == [
-        ["one"],
-        ["one", "I heard 1", "two"],
-        ["three"],
-        ["be brief", "four"],
-    ]
+    assert conversations == [["one"], ["one", "I heard 1", "two"], ["three"], ["be brief", "four"]]
     assert seen.bodies[3]["messages"][0]["role"] == "system"
     assert "never" not in str(seen.bodies)
 

@@ -354,8 +354,5 @@ def test_openai_clients_that_find_the_queue_full_come_back_when_there_is_room(op
             answer = client.completions.create(model="toy", prompt=[index + 1], max_tokens=8)
             return answer.usage.completion_tokens
 
-    with (
-        running(toy_app(engine, [served], metrics)) as (url, _),
-        ThreadPoolExecutor(5) as clients,
-    ):
+    with running(toy_app(engine, [served], metrics)) as (url, _), ThreadPoolExecutor(5) as clients:
         assert list(clients.map(ask, range(5))) == [8] * 5

@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import time
+from functools import cache
 
 import httpx
 import numpy as np
@@ -44,9 +45,14 @@ WAYS = {
 }
 
 
+@cache
+def states_of(model, tokens):
+    return logits_of(model, list(tokens), hidden=True).double()
+
+
 def expected(model, tokens, pooling="last", size=None, normalize=True):
     """By transformers, in float64."""
-    states = logits_of(model, tokens, hidden=True).double()
+    states = states_of(model, tuple(tokens))
     vector = (states[-1] if pooling == "last" else states.mean(dim=0))[:size]
     return (vector / vector.norm() if normalize else vector).numpy()
 

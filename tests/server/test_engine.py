@@ -305,11 +305,7 @@ def test_a_step_says_what_it_computes_and_with_how_much_context(ahead):
     engine.submit(make_request("short", [1], max_tokens=3))
     _, stats = run(engine)
     told = [(step.phase, step.decode_context) for step in stats]
-    assert told == [
-        (Phase.PREFILL, None),
-        (Phase.DECODE, 11),
-        (Phase.DECODE, 12),
-    ]
+    assert told == [(Phase.PREFILL, None), (Phase.DECODE, 11), (Phase.DECODE, 12)]
     engine.submit(make_request("first", [1, 2], max_tokens=3 + ahead))
     engine.step()
     engine.submit(make_request("second", [1, 2, 3, 4], max_tokens=2))

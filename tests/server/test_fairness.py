@@ -53,11 +53,7 @@ def ask(url, key="", **body):
     return httpx.post(url + PATH, json=body, headers=headers, timeout=60)
 
 
-LISTS = {
-    "texts": ["a prompt"] * 80,
-    "ids": [[1, 2, 3]] * 80,
-    "long ones": [[1, 2, 3] * 20] * 80,
-}
+LISTS = {"texts": ["a prompt"] * 80, "ids": [[1, 2, 3]] * 80, "long ones": [[1, 2, 3] * 20] * 80}
 
 
 @pytest.mark.parametrize("name", LISTS)

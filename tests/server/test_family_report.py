@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ropewalk.model.family.evaluation import results, shortened
+from ropewalk.model.family.evaluation.report import card as report_card
 from ropewalk.model.family.evaluation.results import Sizes
 from ropewalk.model.family.texts import corpus
 from ropewalk.server import download
@@ -20,13 +21,7 @@ from tests.model.family.evaluation.trained import ENCODINGS, save
 from tests.server.test_cli import sentence
 
 SIZES = Sizes(
-    context=128,
-    texts=2,
-    short_texts=2,
-    served_texts=2,
-    trials=2,
-    lengths=(192,),
-    distances=(32,),
+    context=128, texts=2, short_texts=2, served_texts=2, trials=2, lengths=(192,), distances=(32,)
 )
 
 
@@ -82,6 +77,7 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
 
 
 def test_bundled_models_stand_beside_ones_own(home, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(report_card, "svg", lambda picture, name: "")  # which take seconds
     monkeypatch.setattr(download, "FAMILY", tmp_path / "package" / "weights")
     bundled = family()
     results.write(bundled, tmp_path / "package" / "evaluation.json")

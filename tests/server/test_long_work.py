@@ -44,7 +44,6 @@ class Noted(ScriptedEngine):
 
 
 LONG = "naïve café " * 2000
-SCORED = {"max_tokens": 0, "echo": True}
 ROUTES = {
     "tokenize": ("/tokenize", {"prompt": LONG, "return_token_strs": True}),
     "messages": ("/tokenize", {"messages": [{"role": "user", "content": LONG}]}),

@@ -388,8 +388,7 @@ def test_no_request_adds_a_series():
 
 
 @pytest.mark.parametrize(
-    ("context", "bound"),
-    [(1, "128"), (128, "128"), (129, "512"), (8192, "8192"), (8193, "+Inf")],
+    ("context", "bound"), [(1, "128"), (128, "128"), (129, "512"), (8192, "8192"), (8193, "+Inf")]
 )
 def test_a_step_of_decoding_counts_by_the_longest_context(context, bound):
     metrics = metrics_of_toy()

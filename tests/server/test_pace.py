@@ -4,12 +4,11 @@ import heapq
 import itertools
 import random
 
-import pytest
-
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import MAX_RETRY_AFTER
 from ropewalk.server.scheduling.queue import Appointments, Pace
 from ropewalk.server.scheduling.request import Request
+from tests.products import pairs
 
 TRIES = 3  # the openai package's: one, and two more
 
@@ -56,12 +55,13 @@ def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, 
     return done
 
 
-@pytest.mark.parametrize("before", [0, 8])
-@pytest.mark.parametrize("per_token", [0.003, 0.03, 0.08])
-@pytest.mark.parametrize(
-    ("max_tokens", "tokens"), [(16, 16), (64, 64), (200, 200), (8000, 8), (8000, 100)]
+@pairs(
+    lengths=[(16, 16), (64, 64), (200, 200), (8000, 8), (8000, 100)],  # asked for, and come
+    per_token=[0.003, 0.03, 0.08],
+    before=[0, 8],
 )
-def test_five_clients_are_answered_one_by_one(max_tokens, tokens, per_token, before):
+def test_five_clients_are_answered_one_by_one(lengths, per_token, before):
+    max_tokens, tokens = lengths
     assert (
         answered(
             5,

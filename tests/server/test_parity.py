@@ -23,7 +23,7 @@ from tests.model.few_bits import round_weights
 from tests.model.running import new_cache
 from tests.model.test_planted_mistakes import Backend
 from tests.model.tiny import CONTEXT, ENCODINGS, program_of, tiny
-from tests.products import thirds
+from tests.products import pairs
 from tests.server.fake_engine import configured
 from tests.server.toy import ask, sample
 
@@ -36,18 +36,13 @@ def defect(decoder, block_size=16, context=CONTEXT, stored=None):
     return found.defect("m")
 
 
-@pytest.mark.parametrize(
-    ("encoding", "backend", "dtype"),
-    thirds(ENCODINGS, [SdpaAttention, ReferenceAttention], DTYPES),
-)
+@pairs(encoding=ENCODINGS, backend=[SdpaAttention, ReferenceAttention], dtype=DTYPES)
 def test_a_model_that_is_right(encoding, backend, dtype):
     assert defect(tiny(encoding, backend, dtype)) is None
     assert defect(tiny(encoding, backend, dtype), stored=torch.int8) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("encoding", ["rope", "sinusoidal", "nope"])
-@pytest.mark.parametrize("bits", [8, 4])
+@pairs(bits=[8, 4], encoding=["rope", "sinusoidal", "nope"], dtype=[torch.float32, torch.bfloat16])
 def test_kernels_with_weights_of_few_bits(bits, encoding, dtype, kernels):
     program = round_weights(program_of(tiny(encoding, dtype=dtype)), bits, kernels)
     assert defect(Decoder(program, cpu.CpuExecutor(program, kernels))) is None

@@ -105,10 +105,7 @@ def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
         ({"memory.max": "1000000", "memory.current": "5000"}, 995_000),
         ({"memory.max": "9000000", "memory.current": "5000"}, 4_096_000),
         ({"memory.max": "1000", "memory.current": "5000"}, 0),
-        (
-            {"memory/memory.limit_in_bytes": "80", "memory/memory.usage_in_bytes": "30"},
-            50,
-        ),
+        ({"memory/memory.limit_in_bytes": "80", "memory/memory.usage_in_bytes": "30"}, 50),
     ],
 )
 def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):

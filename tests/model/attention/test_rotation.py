@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import pytest
 import torch
 
 from ropewalk.cache.kv import LayerKV
@@ -18,7 +17,7 @@ from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.attention.test_cpu import InParts, problem, spec
 from tests.model.running import CPU
 from tests.model.tiny import YARN, WideRoPE
-from tests.products import thirds
+from tests.products import pairs
 
 CONTEXT = 300
 # Requests of one row and of several, in the kernel's path for few queries and in that for many.
@@ -123,9 +122,12 @@ TURNINGS = {
 ORDERS = {"in order": in_order, "shuffled": shuffled}
 
 
-@pytest.mark.parametrize(
-    ("frame", "turning", "heads", "block_size", "order"),
-    thirds(KeyFrame, TURNINGS, [(2, 2), (6, 2), (8, 1)], [1, 5, 16], ORDERS),
+@pairs(
+    frame=KeyFrame,
+    turning=TURNINGS,
+    heads=[(2, 2), (6, 2), (8, 1)],
+    block_size=[1, 5, 16],
+    order=ORDERS,
 )
 def test_every_frame_equals_turning_by_hand(frame, turning, heads, block_size, order, kernels):
     (head_dim, turning), bases = TURNINGS[turning], ORDERS[order]
@@ -141,11 +143,13 @@ def test_every_frame_equals_turning_by_hand(frame, turning, heads, block_size, o
         assert (found - exact).abs().max() <= TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frame", KeyFrame)
+@pairs(
+    frame=KeyFrame,
+    dtype=[torch.float32, torch.bfloat16],
+    layout=["half", "interleaved"],
+    causal=[True, False],
+    window=[None, 7],
+)
 def test_narrower_numbers_windows_and_both_ways(frame, dtype, layout, causal, window, kernels):
     given = spec(6, 2, 64, dtype, window, causal)
     q, kv, batch = problem(given, 16, LENGTHS)

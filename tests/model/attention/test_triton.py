@@ -17,14 +17,7 @@ from ropewalk.model.encodings.common.rope_scaling import scaling_from
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.model.kernels.triton.attention import SPLIT, TritonAttention
 from tests.model.attention.test_cpu import biases, problem, spec
-from tests.model.attention.test_rotation import (
-    TOLERANCE,
-    expected,
-    in_order,
-    made,
-    placed,
-    stored,
-)
+from tests.model.attention.test_rotation import TOLERANCE, expected, in_order, made, placed, stored
 from tests.model.attention.triton_here import DEVICE, TritonHere, moved
 from tests.model.tiny import YARN
 

@@ -15,6 +15,7 @@ from ropewalk.model.encodings.alibi import slopes
 from ropewalk.model.encodings.base import EncodingError, KeyBias, LinearBias, create
 from tests.model.running import run_uncached
 from tests.model.tiny import CONFIG, CPU, ENCODINGS, tiny
+from tests.products import pairs
 
 HEADS = [1, 2, 3, 5, 6, 8, 12, 16, 17, 31, 40, 64, 71, 96, 112]
 # transformers takes powers of a rounded base, or divides by powers: a few units in the last place.
@@ -124,9 +125,7 @@ def test_hf_exact_in_a_context_that_ends_inside_a_block(backend, monkeypatch):
 # ------------------------------------------------------------------------------ rounding
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("query", [63, 2047, 100_000])
-@pytest.mark.parametrize("heads", [8, 12, 71])
+@pairs(heads=[8, 12, 71], query=[63, 2047, 100_000], dtype=[torch.float32, torch.bfloat16])
 def test_by_distance_the_nearest_64_keys_have_64_biases(heads, query, dtype):
     nearest = torch.arange(query - 63, query + 1)
     assert distinct(bias(made(heads), query, nearest).to(dtype)) == [64] * heads

@@ -100,10 +100,7 @@ def test_frequencies_and_magnitude_equal_transformers(name, base):
 def test_each_scaling_changes_what_it_should(name):
     """No two of the cases above are alike, so none of them can stand in for another."""
     plain = create(
-        EncodingSpec("rope", ROPE | {"width": HEAD_DIM}),
-        replace(CONFIG, head_dim=HEAD_DIM),
-        8,
-        CPU,
+        EncodingSpec("rope", ROPE | {"width": HEAD_DIM}), replace(CONFIG, head_dim=HEAD_DIM), 8, CPU
     )
     rope = ours(name)
     same = torch.equal(rope.frequencies_at(9000), plain.frequencies)

@@ -33,10 +33,7 @@ def made(buckets=32, max_distance=128, context=4096, heads=3, **options):
 def theirs(weight, distances, *, bidirectional, max_distance):
     """[heads, distances]: distance is query - key, the opposite of theirs."""
     buckets = T5Attention._relative_position_bucket(
-        -distances,
-        bidirectional=bidirectional,
-        num_buckets=len(weight),
-        max_distance=max_distance,
+        -distances, bidirectional=bidirectional, num_buckets=len(weight), max_distance=max_distance
     )
     return weight[buckets].T
 

@@ -109,8 +109,7 @@ FILES = {"a/one.txt": b"first", "a/two.txt": b"second", "a/code.py": b"raise Sys
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
-    [("x.whl", wheel(FILES)), ("x.tgz", tar(FILES)), ("x.deb", deb(FILES))],
+    ("name", "content"), [("x.whl", wheel(FILES)), ("x.tgz", tar(FILES)), ("x.deb", deb(FILES))]
 )
 def test_members_are_read_from_every_kind_of_archive(tmp_path, name, content) -> None:
     (tmp_path / name).write_bytes(content)

@@ -21,12 +21,7 @@ from ropewalk.model.kernels.triton import (
     store_kernels,
 )
 from ropewalk.model.kernels.triton.attention import TritonAttention, tile_bytes
-from ropewalk.model.kernels.triton.launches import (
-    TritonGate,
-    TritonLinear,
-    TritonNorm,
-    TritonStore,
-)
+from ropewalk.model.kernels.triton.launches import TritonGate, TritonLinear, TritonNorm, TritonStore
 from ropewalk.model.layers.executor import ACTIVATIONS
 from ropewalk.model.program import Norm
 from ropewalk.model.weights.quantize import Int8

@@ -26,6 +26,9 @@ from ropewalk.server.engine.statistics import TimedDecoder
 from tests.model.few_bits import BITS, round_weights
 from tests.model.running import CPU, Running, full_of_nan, make_batch, new_cache
 from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, WIDE_ROPE, in_torch, program_of, tiny
+from tests.products import pairs
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 BLOCK = 16
 LENGTHS = ((37, 37), (20, 1), (5, 2), (18, 3))  # tokens of a request, and those to be computed
@@ -97,7 +100,7 @@ def equal(decoders, rows=None, **more):
     return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_every_encoding(encoding, dtype, kernels):
     options = {}
@@ -111,17 +114,15 @@ def test_every_encoding(encoding, dtype, kernels):
         assert equal(decoders, [36, 37, 42], stored=stored)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
-    "changes",
-    [
+@pairs(
+    changes=[
         {"qk_norm": True, "qkv_bias": True},
         {"out_bias": True, "mlp_bias": True},
         {"kv_heads": 6},
         {"windows": (7, None, 7)},
     ],
-    ids=["norms", "biases", "no-groups", "windows"],
+    bits=BITS,
+    dtype=DTYPES,
 )
 def test_every_shape(changes, bits, dtype, kernels):
     decoders = both("rope-interleaved", kernels, dtype, bits=bits, **changes)
@@ -129,9 +130,7 @@ def test_every_shape(changes, bits, dtype, kernels):
         assert equal(decoders, rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 6, 8, 9, 12])
+@pairs(count=[1, 2, 4, 5, 6, 8, 9, 12], bits=BITS, dtype=DTYPES)
 def test_few_rows(count, bits, dtype, kernels):
     assert equal(both("rope", kernels, dtype, bits=bits), lengths=((37, count),))
 
@@ -139,11 +138,8 @@ def test_few_rows(count, bits, dtype, kernels):
 GPT2 = {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
-    "changes",
-    [
+@pairs(
+    changes=[
         GPT2 | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
         {"norm": "layer", "qkv_clip": 0.4},
         {"gated": False, "activation": "relu"},
@@ -152,7 +148,8 @@ GPT2 = {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_
         {"block": "parallel_one_norm", "gated": False, "activation": "silu"},
         {"block": "post_norm"},
     ],
-    ids=["gpt-2", "clip", "relu", "gelu-gate", "parallel", "parallel-one-norm", "post-norm"],
+    bits=BITS,
+    dtype=DTYPES,
 )
 def test_every_kind_of_layer(changes, bits, dtype, kernels):
     decoders = both("rope-partial", kernels, dtype, bits=bits, **changes)
@@ -182,7 +179,7 @@ def test_what_is_around_the_layers(changes, bits, kernels):
     assert equal(decoders, [36, 41])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ["learned", "sinusoidal"])
 def test_vectors_of_positions_that_are_scaled(encoding, dtype, kernels):
     options = {**ENCODINGS[encoding].options, "scale": 0.7}
@@ -191,10 +188,10 @@ def test_vectors_of_positions_that_are_scaled(encoding, dtype, kernels):
     assert equal(decoders)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", BITS)
-def test_rows_that_are_enough_for_every_thread(bits, dtype, threads, kernels):
+@pairs(bits=BITS, dtype=DTYPES, count=[1, 2, 3])
+def test_rows_that_are_enough_for_every_thread(bits, dtype, count, threads, kernels):
     """Each then takes some of them through all that lies between two attentions."""
+    threads(count)
     decoders = both("rope", kernels, dtype, bits=bits, qk_norm=True)
     for rows in (None, list(range(5, 190)), [169]):
         assert equal(decoders, rows, lengths=MANY)
@@ -222,7 +219,7 @@ def close(decoder, exact, dtype, **more):
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 0.1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ["rope", "alibi", "learned", "t5-materialised"])
 def test_a_block_in_an_order_that_no_family_has(encoding, dtype, kernels):
     program = program_of(tiny(encoding, dtype=dtype, block=in_any_order))
@@ -245,7 +242,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("changes", FORMS, ids=str)
 def test_every_form_beside_torch(changes, dtype, kernels):
     plain = tiny("rope", dtype=dtype, **changes)
@@ -376,7 +373,7 @@ def own(encoding, monkeypatch):
     return encoding
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("encoding", "by_tables", "calls"),
     [

@@ -22,6 +22,9 @@ from ropewalk.model.weights.quantize import Int4, Int8
 from tests.model.few_bits import BITS, in_bits
 from tests.model.running import Running, make_batch, run_uncached
 from tests.model.tiny import CONFIG, CPU, ENCODINGS, on_kernels, program_of, tiny
+from tests.products import pairs
+
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def computed(x, ops, weights, kernels, positions=None):
@@ -103,9 +106,7 @@ def test_bfloat16_panels_round_once(inputs, rows, kernels):
     )
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 70, 601])
-@pytest.mark.parametrize("inputs", [4, 70, 601])
-@pytest.mark.parametrize("spread", [0, 1, 100])
+@pairs(spread=[0, 1, 100], inputs=[4, 70, 601], rows=[1, 2, 7, 12, 13, 70, 601])
 def test_no_bit_of_a_bfloat16_weight_is_lost(spread, inputs, rows, kernels):
     """Whatever their sizes are: at 0 all are near 1, at 100 they go from 1e-30 to 1e30."""
     generator = torch.Generator().manual_seed(spread)
@@ -157,18 +158,16 @@ def exact_sums(layer, x):
     return [given @ weight.T + bias for given in inputs]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 6, 7, 12, 13, 40, 97])
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "bias"), [(7, 3, True), (64, 70, True), (600, 33, False)]
+@pairs(
+    bits=[8, 4],
+    shape=[(7, 3, True), (64, 70, True), (600, 33, False)],  # inputs, outputs, bias
+    rows=[1, 2, 6, 7, 12, 13, 40, 97],
+    dtype=DTYPES,
 )
-@pytest.mark.parametrize("bits", [8, 4])
-def test_panels_of_few_bits_round_inputs_in_groups_or_not_at_all(
-    bits, rows, inputs, outputs, bias, dtype, kernels
-):
+def test_panels_of_few_bits_round_inputs_in_groups_or_not_at_all(bits, rows, shape, dtype, kernels):
     """In groups where the processor multiplies 8-bit integers, and nowhere just some of them."""
-    layer = of_bits(made(inputs, outputs, bias, dtype), bits, kernels)
-    x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
+    layer = of_bits(made(*shape, dtype), bits, kernels)
+    x = torch.randn(rows, shape[0], generator=torch.Generator().manual_seed(rows)).to(dtype)
     found = Panels(layer, kernels)(x).double()
     rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
     exact = exact_sums(layer, x)
@@ -187,10 +186,10 @@ def test_layers_of_few_bits_keep_what_is_not_finite_to_its_row(bits, kernels):
     assert torch.equal(after[others], before[others])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("outputs", [5, 32, 33, 70, 100, 200])  # a single row meets some at once
-def test_a_rows_result_does_not_depend_on_the_others(outputs, bits, dtype, threads, kernels):
+# A single row meets some outputs at once.
+@pairs(outputs=[5, 32, 33, 70, 100, 200], bits=BITS, dtype=DTYPES, count=[1, 2, 3])
+def test_a_rows_result_does_not_depend_on_the_others(outputs, bits, dtype, count, threads, kernels):
+    threads(count)
     layer = made(64, outputs, False, dtype)
     packed = Panels(of_bits(layer, bits, kernels), kernels)
     x = torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -208,9 +207,11 @@ def test_special_values_survive_bfloat16_storage(kernels):
         assert rows[1].isinf().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["rms", "layer", "layer-with-bias"])
-@pytest.mark.parametrize("shape", [(1, 24), (5, 3, 7), (40, 64), (3, 600)])
+@pairs(
+    shape=[(1, 24), (5, 3, 7), (40, 64), (3, 600)],
+    kind=["rms", "layer", "layer-with-bias"],
+    dtype=DTYPES,
+)
 def test_norms_equal_torch(shape, kind, dtype, kernels):
     width, generator = shape[-1], torch.Generator().manual_seed(1)
     op = Norm("x", "logits", "it", width, 1e-5, kind != "rms", kind == "layer-with-bias")
@@ -224,13 +225,16 @@ def test_norms_equal_torch(shape, kind, dtype, kernels):
     close(found, norm(op, wide["it.weight"], bias, x.double()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 50])
-@pytest.mark.parametrize(("inputs", "width", "bias"), [(40, 37, True), (600, 64, False)])
-def test_activated_panels_equal_torch(rows, inputs, width, bias, activation, bits, dtype, kernels):
+@pairs(
+    rows=[1, 2, 7, 12, 13, 50],
+    shape=[(40, 37, True), (600, 64, False)],  # inputs, half of the outputs, bias
+    activation=ACTIVATIONS,
+    bits=BITS,
+    dtype=DTYPES,
+)
+def test_activated_panels_equal_torch(rows, shape, activation, bits, dtype, kernels):
     """Of plain layers, and of gates."""
+    inputs, width, bias = shape
     layer = of_bits(made(inputs, 2 * width, bias, dtype), bits, kernels)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(rows)).to(dtype)
     sums, act = exact_sums(layer, x), ACTIVATIONS[activation]
@@ -241,9 +245,8 @@ def test_activated_panels_equal_torch(rows, inputs, width, bias, activation, bit
     assert any(is_close(gated, act(gate) * up) for gate, up in halves)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("width", [1, 16])  # part of a strip, and a whole one
+# Part of a strip, and a whole one.
+@pairs(width=[1, 16], activation=ACTIVATIONS, dtype=DTYPES)
 def test_activations_of_any_size(width, activation, dtype, kernels):
     layer = Layer(torch.ones(2 * width, 1, dtype=dtype), None)
     x = torch.cat([torch.linspace(-120, 120, 97), torch.linspace(-6, 6, 97)])[:, None].to(dtype)
@@ -252,7 +255,7 @@ def test_activations_of_any_size(width, activation, dtype, kernels):
     close(Panels(layer, kernels, activation, gated=True)(x), (exact * x.double()).expand(-1, width))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_of_what_is_not_finite(activation, dtype, kernels):
     layer = Layer(torch.ones(32, 1, dtype=dtype), None)
@@ -263,9 +266,7 @@ def test_activations_of_what_is_not_finite(activation, dtype, kernels):
     assert (found[1] == torch.inf).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("width", [4, 10])
+@pairs(width=[4, 10], layout=["half", "interleaved"], dtype=DTYPES)
 def test_rope_equals_torch(width, layout, dtype, kernels):
     rope = RoPE(base=100.0, width=width, layout=layout, context=50, device=CPU)
     generator = torch.Generator().manual_seed(1)

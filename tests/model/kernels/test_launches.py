@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from ropewalk.model.kernels.triton.executor import TritonExecutor
 from ropewalk.model.kernels.triton.launches import FEW_ROWS
 from ropewalk.model.recipes import allocate, program
 from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS
+from tests.products import pairs
 
 META = torch.device("meta")
 ALLOCATE = ("aten::empty", "aten::new_empty")
@@ -70,30 +70,20 @@ def launches(monkeypatch, encoding, layers, stored, requests):
 
 
 ATTENTION = {"store": 1, "attend": 1, "merge": 1}
+OTHERS = {FEW_ROWS: {"linear": 4}, FEW_ROWS + 1: {"mm": 4, "add_norm": 2, "gate": 1}}
 
 
 # Other encodings of ENCODINGS rotate in torch, or have tensors on the CPU.
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
-@pytest.mark.parametrize(
-    "encoding",
-    [
-        "nope",
-        "rope",
-        "rope-partial",
-        "rope-raw",
-        "alibi",
-        "t5",
-        "t5-table",
-        "learned",
-        "sinusoidal",
+@pairs(
+    requests=OTHERS,
+    encoding=[
+        *("nope", "rope", "rope-partial", "rope-raw", "alibi"),
+        *("t5", "t5-table", "learned", "sinusoidal"),
     ],
-)
-@pytest.mark.parametrize(
-    ("requests", "others"),
-    [(FEW_ROWS, {"linear": 4}), (FEW_ROWS + 1, {"mm": 4, "add_norm": 2, "gate": 1})],
+    stored=[torch.bfloat16, torch.int8],
 )
 def test_a_layer_takes_as_many_launches_under_every_encoding(
-    requests, others, encoding, stored, monkeypatch
+    requests, encoding, stored, monkeypatch
 ):
     two, three = (launches(monkeypatch, encoding, count, stored, requests) for count in (2, 3))
-    assert three - two == ATTENTION | others
+    assert three - two == ATTENTION | OTHERS[requests]

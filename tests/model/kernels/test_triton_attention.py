@@ -44,7 +44,7 @@ def compile(tmp_path_factory):
         (64, 128, 256),
         range(5),
         ("absolute", "raw", "block"),
-        always=lambda *each: each == (86, "bfloat16", 128, 2, "block"),
+        always=lambda *each: each == (86, "bfloat16", 128, 4, "block"),
     ),
 )
 def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, compile):
@@ -76,7 +76,7 @@ def compiled(compile, capability, *told):
     "told",
     combined(
         [("rope",), ("rope-raw",), ("alibi",), ("t5",), ("t5-materialised",), ("rope-raw", "int8")],
-        always=lambda told: told in (("t5-materialised",), ("rope-raw", "int8")),
+        always=lambda told: told == ("rope-raw", "int8"),
     ),
 )
 def test_nothing_is_compiled_after_a_start(told, compile):

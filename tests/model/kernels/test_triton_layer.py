@@ -8,6 +8,7 @@ from ropewalk.model.kernels.triton.launches import TritonGate, TritonNorm
 from ropewalk.model.layers.executor import ACTIVATIONS, norm
 from ropewalk.model.program import Norm
 from tests.model.attention.triton_here import DEVICE, drawn
+from tests.products import pairs
 
 pytestmark = pytest.mark.triton
 
@@ -30,9 +31,7 @@ def close(found, exact, ulps):
     assert (found.double() - exact).abs().max() <= ulps * epsilon * exact.abs().max()
 
 
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("width", [1, 24, 64, 130])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pairs(kind=NORMS, width=[1, 24, 64, 130], dtype=DTYPES)
 def test_a_norm_after_an_addition_or_without(kind, width, dtype):
     """Of rows far from 0 too, whose mean must not cost LayerNorm its digits."""
     op = Norm("x", "n", "it", width, 1e-3, *NORMS[kind])
@@ -67,9 +66,7 @@ def gated(activation):
     return gate
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 40])
+@pairs(activation=ACTIVATIONS, dtype=DTYPES, width=[1, 40])
 def test_a_gate(activation, dtype, width, monkeypatch):
     monkeypatch.setattr(launches, "GATES_AT_ONCE", 16)  # so that one row takes several programs
     gate = gated(activation)

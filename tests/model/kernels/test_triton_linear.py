@@ -17,7 +17,7 @@ from ropewalk.model.layers.executor import ACTIVATIONS
 from ropewalk.model.program import Norm
 from ropewalk.model.weights.quantize import Int8
 from tests.model.attention.triton_here import drawn
-from tests.products import thirds
+from tests.products import pairs
 
 pytestmark = pytest.mark.triton
 
@@ -83,11 +83,12 @@ def check(of, x, **more):
     assert (found.double() - exact).abs().max() <= allowed
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype", "in_8_bits"),
-    thirds(SIZES, [torch.float32, torch.bfloat16], [False, True]),
+@pairs(
+    size=SIZES,
+    dtype=[torch.float32, torch.bfloat16],
+    in_8_bits=[False, True],
+    rows=[1, 3, FEW_ROWS],
 )
-@pytest.mark.parametrize("rows", [1, 3, FEW_ROWS])
 def test_products(size, dtype, in_8_bits, rows):
     inputs, outputs = size
     x = drawn(rows, inputs, dtype=dtype, scale=3)
@@ -95,9 +96,7 @@ def test_products(size, dtype, in_8_bits, rows):
         check(linear(inputs, outputs, dtype, bias, in_8_bits), x)
 
 
-@pytest.mark.parametrize("in_8_bits", [False, True])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("gated", [False, True])
+@pairs(gated=[False, True], activation=ACTIVATIONS, in_8_bits=[False, True])
 def test_what_stands_before_and_after(activation, gated, in_8_bits):
     inputs, outputs = 300, 20
     x = drawn(3, inputs, scale=3)

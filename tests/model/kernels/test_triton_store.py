@@ -15,7 +15,7 @@ from ropewalk.model.kernels.triton.launches import TritonStore
 from tests.cache.shape import Shape
 from tests.model.attention.triton_here import DEVICE
 from tests.model.tiny import CONFIG, ENCODINGS, WIDE_ROPE, YARN, on_triton, tiny
-from tests.products import thirds
+from tests.products import pairs
 
 pytestmark = pytest.mark.triton
 
@@ -91,19 +91,14 @@ SIZES = [(64, 64), (10, 10), (80, 20), (12, 2)]  # of heads, and of what is rota
 LAYOUTS = ["half", "interleaved"]
 
 
-@pytest.mark.parametrize(
-    ("size", "layout", "dtype"),
-    thirds(SIZES, LAYOUTS, [torch.float32, torch.bfloat16, torch.float16]),
-)
+@pairs(size=SIZES, layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_it_stores_what_torch_does(size, layout, dtype):
     """Heads of which all turns or a part, of powers of two and of other sizes."""
     head_dim, width = size
     check(rope(width, layout), *projected(head_dim, dtype))
 
 
-@pytest.mark.parametrize(
-    ("size", "layout", "frame"), thirds(SIZES, LAYOUTS, [KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
-)
+@pairs(size=SIZES, layout=LAYOUTS, frame=[KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
 def test_in_8_bits_to_the_bit(size, layout, frame):
     head_dim, width = size
     check(rope(width, layout, frame), *projected(head_dim), torch.int8)

@@ -75,10 +75,7 @@ def test_a_file_that_explodes_is_refused(changes, message):
 
 @pytest.mark.parametrize("steps", [["NFC"], ["NFKC", "Lowercase"], ["Prepend", "Replace"]])
 def test_usual_normalizers_are_not(steps):
-    known = {
-        "Prepend": {"type": "Prepend", "prepend": "▁"},
-        "Replace": replace("▁", String=" "),
-    }
+    known = {"Prepend": {"type": "Prepend", "prepend": "▁"}, "Replace": replace("▁", String=" ")}
     normalizer = sequence(*(known.get(step, {"type": step}) for step in steps))
     read_tokenizer_json(file(added_tokens=[], normalizer=normalizer))
 

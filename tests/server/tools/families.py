@@ -49,7 +49,6 @@ QWEN3 = HERMES + (
     "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
     "<think>\n\n</think>\n\n{% endif %}"
 )
-ALWAYS_THINKS = QWEN3 + "{% if add_generation_prompt %}<think>\n{% endif %}"
 CODER = QWEN3.replace("<tool_call></tool_call>", "<tool_call><function=x><parameter=y>")
 LLAMA3 = (
     "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\n"
@@ -172,11 +171,7 @@ FAMILIES: Mapping[str, tuple[str, str, Read]] = {
         GEMMA4,
         '<|channel>thought\nHm.\n<channel|>So.<|tool_call>call:weather{city:<|"|>Ro"me<|"|>,'
         'days:2,l:[true,{a:<|"|>b<|"|>}]}<tool_call|>',
-        Read(
-            "So.",
-            "Hm.",
-            [("weather", '{"city":"Ro\\"me","days":2,"l":[true,{"a":"b"}]}')],
-        ),
+        Read("So.", "Hm.", [("weather", '{"city":"Ro\\"me","days":2,"l":[true,{"a":"b"}]}')]),
     ),
     "gpt-oss": (
         HARMONY,

@@ -31,13 +31,7 @@ from tests.model.family.evaluation.trained import (
 from tests.model.tiny import parameters_of
 
 SIZES = Sizes(
-    context=128,
-    texts=3,
-    short_texts=2,
-    served_texts=2,
-    trials=2,
-    lengths=(192,),
-    distances=(32,),
+    context=128, texts=3, short_texts=2, served_texts=2, trials=2, lengths=(192,), distances=(32,)
 )
 
 
