@@ -34,6 +34,7 @@ NASTY: tuple[Any, ...] = (
 NAMES = (
     "x", "", "Model", "max_completion_tokens", "grammar", "chat_template", "__class__", "é" * 99,
 )  # fmt: skip
+MEDIA = ("text/plain", "application/json; charset=utf-16", "", "APPLICATION/JSON")
 WORDS = ("The sky", " is", " blue", "\n", "ROMEO:", " 12", " é", " 🌍", "  ", "a", "<|im_start|>")
 
 
@@ -158,7 +159,11 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
     ),
     "/v1/chat/completions": (
-        {"model": MODEL, "messages": _several(_message, 4), "max_tokens": _of(1, 1, 2, 3, 4)},
+        {
+            "model": MODEL,
+            "messages": _several(_message, 4),
+            "max_tokens": _of(1, 1, 2, 3, 4),
+        },
         {
             **GENERATION,
             "logprobs": _of(True, False),
@@ -203,7 +208,10 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
     ),
     "/tokenize": (
         {"model": MODEL, "prompt": _text},
-        {"add_special_tokens": _of(True, False), "return_token_strs": _of(True, False)},
+        {
+            "add_special_tokens": _of(True, False),
+            "return_token_strs": _of(True, False),
+        },
     ),
     "/detokenize": ({"model": MODEL, "tokens": _ids}, {}),
     "/v1/cache/plan": (
@@ -214,7 +222,11 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             ),
             "tokens": _of(1, 16, 100, 500),
         },
-        {"first": _of(0, 1, 16), "count": _of(1, 16), "offset": _of(1, 16)},
+        {
+            "first": _of(0, 1, 16),
+            "count": _of(1, 16),
+            "offset": _of(1, 16),
+        },
     ),
     "/v1/cache/flush": ({}, {"model": MODEL}),
 }

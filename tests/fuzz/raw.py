@@ -78,7 +78,10 @@ def draw_stream(draw: Random) -> Stream:
     data = b"".join(draw_request(draw) for _ in range(draw.choice((1, 1, 1, 2, 3))))
     for _ in range(draw.choice((0, 0, 0, 1, 2, 5))):
         data = spoilt(draw, data)
-    return Stream(parts(draw, data), draw.choices(list(Ending), (45, 30, 15, 10))[0])
+    return Stream(
+        parts(draw, data),
+        draw.choices(list(Ending), (45, 30, 15, 10))[0],
+    )
 
 
 def draw_request(draw: Random, *, odd: float = 0.12) -> bytes:

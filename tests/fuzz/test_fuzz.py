@@ -27,12 +27,11 @@ def running(tmp_path_factory):
         yield started
 
 
-@pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.full)])
-def test_bodies_find_nothing(count, running, tmp_path):
-    went = campaign.run(bodies_kind(running), Progress("bodies", 1), count, tmp_path)
-    assert not went.found and went.done == count
+def test_bodies_find_nothing(running, tmp_path):
+    went = campaign.run(bodies_kind(running), Progress("bodies", 1), 2000, tmp_path)
+    assert not went.found and went.done == 2000
     # Most answers would be refusals if the bodies were too wrong to reach any code.
-    assert went.answers["200"] > count / 5 and went.answers["400"] > count / 5
+    assert went.answers["200"] > 400 and went.answers["400"] > 400
 
 
 def test_streams_of_bytes_find_nothing(running, tmp_path):

@@ -28,7 +28,6 @@ from ropewalk.server.engine.assemble import wired
 from ropewalk.server.launch import build, graphs
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Overflow
-from tests.model.kernels.interpreter import quicken
 from tests.server.fake_engine import configured
 from tests.server.test_ahead import LIMITS, WAYS, answers, without_numbers, workload
 
@@ -79,7 +78,6 @@ def record(compute):
 
 
 def interpret():
-    quicken()
     for using in (triton, launches):
         using.import_module = kernels_there
     for backend in (triton.TritonAttention, TritonBackend):

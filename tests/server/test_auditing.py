@@ -346,8 +346,10 @@ def test_a_long_queue_is_gone_through_once_for_each_lost_block():
     for index in range(1000):
         world.engine.submit(make_request(f"queued {index}", range(5), max_tokens=2))
     asked = []
-    room_for = world.scheduler._room_for
-    world.scheduler._room_for = lambda request: asked.append(request.id) or room_for(request)
+    room_for = world.scheduler.contexts._room_for
+    world.scheduler.contexts._room_for = lambda request: (
+        asked.append(request.id) or room_for(request)
+    )
     world.damage(world.blocks("running")[0])
     world.step()
     assert len(asked) == 1000 and world.engine.mutated_blocks == 1

@@ -239,7 +239,7 @@ def preempted_keeps_its_computed_count(patch):
     def forgetful(scheduler):
         computed = next(reversed(scheduler._running.values())).computed
         request = preempt(scheduler)
-        contexts = scheduler._contexts
+        contexts = scheduler.contexts
         contexts._kept = {**getattr(contexts, "_kept", {}), request.id: computed}
         return request
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from ropewalk.model.kernels.triton.attention import TritonAttention
-from tests.model.kernels.interpreter import quicken
 
-quicken()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
