@@ -19,7 +19,7 @@ FREE = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignor
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    flags = ("--kv-memory", "4MiB", "--max-seqs", str(AT_ONCE), "--max-queue", "600")
+    flags = ("--kv-memory", "3MiB", "--max-seqs", str(AT_ONCE), "--max-queue", "600")
     made = Served("ropewalk-rope", folder, *flags, OMP_NUM_THREADS="1")
     yield made
     made.stop()
@@ -30,7 +30,7 @@ def asked(seed):
     form = {"type": "json_schema", "json_schema": {"name": "drawn", "schema": schema}}
     return schema, {
         "prompt": f"Number {seed}, as JSON: ",
-        "max_tokens": 400,
+        "max_tokens": 320,
         "seed": seed,
         "response_format": form,
         **({"stream": True} if seed % 5 == 0 else {}),
