@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ropewalk.server.config import HttpOptions
@@ -24,6 +25,7 @@ from ropewalk.server.engine.async_engine import AsyncEngine, Batch
 from ropewalk.server.errors import (
     DeadlineExceeded,
     InternalError,
+    ModelNotLoaded,
     RequestFailed,
     ServeError,
     ShuttingDown,
@@ -98,11 +100,22 @@ class Serving:
         state["model"] = own
         if "visit" in state:
             state["visit"].choose(own)
-        return await self.models.hold(own, state["held"])
+        if self.models.get(own) is not None:
+            return await self.models.hold(own, state["held"])
+        try:  # who leaves meanwhile must not keep a place at the door
+            async with Lifeline(request.receive, self.options.request_timeout_s, self.drain):
+                return await self.models.hold(own, state["held"])
+        except Ended as ended:
+            if ended.why is End.DISCONNECTED:
+                raise ClientDisconnect from None
+            raise _cut_short(ended.why) from None
 
     async def chosen(self, request: Request, name: str | None) -> list[Served]:
         """The model of that name, else all that are loaded."""
         if name is not None:
+            own = self.models.name(name)
+            if self.models.get(own) is None:  # to look at a cache must load nothing
+                raise ModelNotLoaded(f"{own} is not loaded, so it has no cache", retry_after=None)
             return [await self.find(request, name)]
         held = state_of(request.scope)["held"]
         return [await self.models.hold(served.name, held) for served in list(self.models)]

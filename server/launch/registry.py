@@ -53,6 +53,7 @@ class _Place:
     source: ModelSource
     status: Status = Status.UNLOADED
     uses: int = 0  # requests that hold it
+    waits: int = 0  # requests that will as soon as it is loaded
     asked: float = 0.0  # monotonic, last
     failure: str | None = None  # why it could not be loaded last time
     retry_at: float = 0.0  # monotonic
@@ -109,7 +110,12 @@ class Registry(Models):
         place = self._places[name]
         place.asked = time.monotonic()
         if place.status is not Status.LOADED:
-            await self._wait_for(place)
+            place.waits += 1
+            try:
+                await self._wait_for(place)
+            finally:
+                place.waits -= 1
+                self._tell()
         place.uses += 1
         until.callback(self._let_go, place)
         return self._served[name]
@@ -146,7 +152,9 @@ class Registry(Models):
             async with asyncio.timeout(self._patience):
                 await self._until(lambda: place.status is not Status.UNLOADING)
                 if place.status is Status.UNLOADED and self._may_load(place):
-                    self._begin(place, Status.LOADING, self._load(place))
+                    # For a model that could not be loaded last time no other goes.
+                    work = self._load(place, make_room=place.failure is None)
+                    self._begin(place, Status.LOADING, work)
                 await self._until(lambda: place.status is not Status.LOADING)
         except TimeoutError:
             pass
@@ -196,12 +204,13 @@ class Registry(Models):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, place: _Place) -> None:
-        name, status, place.failure = place.source.name, Status.UNLOADED, None
+    async def _load(self, place: _Place, make_room: bool = True) -> None:
+        name, status = place.source.name, Status.UNLOADED
         try:
             async with self._turn:
-                if not await self._has_room():
+                if not await self._has_room(make_room):
                     return
+                place.failure = None
                 began = time.monotonic()
                 await self._take_in(name, await self._beside(self._loaded_now, place.source))
             status = Status.LOADED
@@ -239,17 +248,17 @@ class Registry(Models):
         self._served[name] = loaded.served
         self._loaded[name] = loaded
 
-    async def _has_room(self) -> bool:
-        """Waits until there is room for one more, and makes it as soon as a model is idle."""
+    async def _has_room(self, make_room: bool) -> bool:
+        """Waits until there is room for one more, and may make it as soon as a model is idle."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
                 while self._full():
                     idle = [
                         place
                         for place in self._places.values()
-                        if place.status is Status.LOADED and not place.uses
+                        if place.status is Status.LOADED and not (place.uses or place.waits)
                     ]
-                    if idle and not self._count(Status.UNLOADING):
+                    if make_room and idle and not self._count(Status.UNLOADING):
                         oldest = min(idle, key=lambda place: place.asked)
                         self._begin(oldest, Status.UNLOADING, self._unload(oldest, 0))
                     await self._changed.wait()

@@ -29,6 +29,7 @@ SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lowe
 _PROMPTS = frozenset(
     f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "messages")
 )
+BEGUN = 64  # messages before the first of the user
 BEGINNING = 1024  # characters of a prompt, or of a conversation's first user message
 _READ = 256 << 10  # bytes of a body: parsing these takes a few milliseconds
 BODY_SECONDS = 30.0  # as a server without Ray waits
@@ -108,7 +109,7 @@ def _beginning(said: Any) -> list[Any]:
     if not isinstance(said, list):
         return []
     found: list[Any] = []
-    for message in said:
+    for message in said[:BEGUN]:
         if not isinstance(message, dict):
             return [json.dumps(said[:BEGINNING])[:BEGINNING]]
         if message.get("role") == "user":
@@ -174,7 +175,8 @@ def _refusal(start: Message) -> ServeError | None:
     if not headers.get(b"content-type", b"").startswith(b"text/plain"):
         return None
     if start["status"] == 429:
-        seconds = int(headers.get(b"retry-after", b"1"))
+        after = headers.get(b"retry-after", b"")
+        seconds = int(after) if after.isdigit() else 1
         return QueueFull("all replicas are busy; send the request later", retry_after=seconds)
     if start["status"] == 503:
         return NotReady("no replica takes requests; send this one later")

@@ -1,6 +1,6 @@
 """What an answer has to look like. Plain data: knows no library of grammars."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -79,11 +79,12 @@ def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
         yield schema
         for keyword, value in schema.items():
             if keyword in _TABLES and isinstance(value, Mapping):
-                inner: Iterable[Any] = value.values()
-            else:
-                inner = value if keyword in _LISTS and isinstance(value, list) else [value]
-            for each in inner if keyword in _TABLES | _LISTS | _SINGLE else ():
-                yield from _schemas(each)
+                value = list(value.values())
+            if keyword not in _VALUES:  # a reference may lead anywhere
+                yield from _schemas(value)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _schemas(each)
 
 
 def _composes(schema: Mapping[str, Any]) -> bool:
@@ -92,14 +93,19 @@ def _composes(schema: Mapping[str, Any]) -> bool:
     return bool(
         keywords & _BESIDE
         or (isinstance(all_of, list) and len(all_of) > 1)
-        or (keywords & _INSTEAD and keywords & {"properties", "required"})
+        or len(keywords & _INSTEAD) > 1
+        or (keywords & _INSTEAD and keywords & _OWN)
+        or {"properties", "patternProperties"} <= keywords
     )
 
 
-_BESIDE = {"not", "if", "dependentSchemas", "$dynamicRef"}
+_BESIDE = {"not", "if", "dependentSchemas", "$dynamicRef", "oneOf"}
+_OWN = {"properties", "required", "minProperties", "const", "enum"}
 _INSTEAD = {"allOf", "anyOf", "oneOf", "$ref"}
 _OTHERS = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
+_OTHERS |= {"minProperties", "const", "enum"}
 _OTHERS |= _BESIDE | _INSTEAD
+_VALUES = {"const", "enum", "default", "examples", "required"}
 _TABLES = {"properties", "$defs", "definitions"}
 _LISTS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}
 _SINGLE = {"items", "additionalProperties"}

@@ -144,6 +144,9 @@ OPEN = [
     {**ONE, "anyOf": [{"properties": {"b": {}}, "required": ["b"]}]},
     {**ONE, "$ref": "#/$defs/b", "$defs": {"b": {"properties": {"b": {}}, "required": ["b"]}}},
     {"type": "object"},
+    {"$ref": "#/$defs/one", "allOf": [{"properties": {"b": {}}}], "$defs": {"one": ONE}},
+    {"properties": {"a": {}}, "const": {"a": 1, "b": 2}},
+    {"$ref": "#/$defs/one", "minProperties": 2, "$defs": {"one": ONE}},
 ]
 
 

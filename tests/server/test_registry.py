@@ -53,9 +53,9 @@ class Client(httpx.Client):
     def change(self, what, name):
         return self.post(f"/v1/models/{what}", json={"model": name})
 
-    def complete(self, name, **more):
+    def complete(self, name, timeout=60, **more):
         body = {"model": name, "prompt": "abc", "max_tokens": 3, "ignore_eos": True}
-        return self.post("/v1/completions", json=body | more)
+        return self.post("/v1/completions", json=body | more, timeout=timeout)
 
     def statuses(self):
         models = self.get("/v1/models").json()["data"]
@@ -229,6 +229,34 @@ def test_a_model_that_answers_does_not_give_way(folder, slow):
         assert finished(stream())
 
 
+def test_who_waited_for_a_model_gets_it_before_it_gives_way(folder):
+    with serving(folder, "--max-models", "1", "--models-autoload") as client:
+        each = [in_background(lambda n=n: client.complete(n)) for n in ("one", "two") * 4]
+        assert [answer().status_code for answer in each] == [200] * 8
+
+
+def test_who_leaves_while_a_model_is_loaded_leaves_no_place_behind(folder, gate):
+    flags = ("--models-autoload", "--max-queue", "1", "--max-seqs", "1")
+    with serving(folder, *flags) as client:
+        for _ in range(4):
+            with pytest.raises(httpx.ReadTimeout):
+                client.complete("one", timeout=0.3)
+        waiting = in_background(lambda: client.complete("one"))
+        wait_for(lambda: client.statuses()["one"] == "loading")
+        gate.set()
+        assert waiting().status_code == 200
+
+
+def test_to_look_at_a_cache_loads_nothing(folder):
+    with serving(folder, "--models-autoload") as client:
+        for answer in (
+            client.get("/v1/cache", params={"model": "one"}),
+            client.post("/v1/cache/flush", params={"model": "one"}, json={}),
+        ):
+            assert answer.status_code == 503
+        assert client.statuses()["one"] == "unloaded"
+
+
 def test_requests_wait_for_a_model_that_is_being_loaded(folder, gate):
     with serving(folder, "--models-autoload") as client:
         waiting = [in_background(lambda: client.complete("one")) for _ in range(3)]
@@ -342,7 +370,7 @@ def test_memory_threads_and_processes_come_back(tmp_path):
                 first = footprint()
         # Ended processes and threads take a moment, at the first time too.
         wait_for(lambda: all(map(le, footprint(), first)))
-        assert max(seen[1:]) - seen[0] < 10 << 20
+        assert max(seen[1:]) - seen[0] < 30 << 20  # a third of what one load takes
 
 
 @pytest.mark.parametrize(
