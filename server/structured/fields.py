@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.long_work import longer
@@ -41,8 +41,22 @@ def _refuse_long(value: Any) -> None:
 
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
-Schema = Annotated[Text, BeforeValidator(_schema_text)]
-Choices = Annotated[Text, BeforeValidator(_choice_text)]
+# What clients send, which is told apart from the text that is made of it.
+_SCHEMA = {
+    "anyOf": [
+        {"type": "object"},
+        {"type": "boolean"},
+        {"type": "string", "minLength": 1, "maxLength": MAX_TEXT},
+    ]
+}
+_CHOICES = {
+    "type": "array",
+    "items": {"type": "string", "minLength": 1},
+    "minItems": 1,
+    "maxItems": MAX_CHOICES,
+}
+Schema = Annotated[Text, BeforeValidator(_schema_text), WithJsonSchema(_SCHEMA)]
+Choices = Annotated[Text, BeforeValidator(_choice_text), WithJsonSchema(_CHOICES)]
 
 
 class _Strict(BaseModel):
