@@ -276,7 +276,8 @@ class Acceptor:
         self._handshake_seconds = None if tls is None else handshake_seconds
         self._shedder = shedder if tls is None else None
         self._loop = asyncio.get_running_loop()
-        self._starting: set[asyncio.Task[None]] = set()  # connections that are not open yet
+        # What hands a connection over, and the protocol that is about to be open.
+        self._starting: dict[asyncio.Task[None], object] = {}
         self._silent_until = 0.0
 
     async def accept(self, listener: socket.socket) -> None:
@@ -327,14 +328,15 @@ class Acceptor:
         return True
 
     def _begin(self, connection: socket.socket) -> None:
-        task = self._loop.create_task(self._start(connection))
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        protocol = self._protocol()
+        task = self._loop.create_task(self._start(connection, protocol))
+        self._starting[task] = protocol
+        task.add_done_callback(self._starting.pop)
 
-    async def _start(self, connection: socket.socket) -> None:
+    async def _start(self, connection: socket.socket, protocol: asyncio.Protocol) -> None:
         try:
             await self._loop.connect_accepted_socket(
-                self._protocol,
+                lambda: protocol,
                 connection,
                 ssl=self._tls,
                 ssl_handshake_timeout=self._handshake_seconds,
@@ -343,7 +345,7 @@ class Acceptor:
             log.debug("a connection failed before its first request: %s", error)
 
     async def _make_room(self) -> None:
-        while len(self._connections) + len(self._starting) >= self._limit:
+        while self._count() >= self._limit:
             idle = self._close_idle()
             self._warn(
                 f"all {self._limit} connections are in use; {idle} idle ones are closed"
@@ -352,6 +354,11 @@ class Acceptor:
                 "open files (ulimit -n) allows more, or another server beside this one"
             )
             await asyncio.sleep(0 if idle else ROOM_SECONDS)
+
+    def _count(self) -> int:
+        """Connections that are open or about to be; a protocol is both for a moment."""
+        starting = self._starting.values()
+        return len(self._connections) + sum(each not in self._connections for each in starting)
 
     def _close_idle(self) -> int:
         idle = [

@@ -52,6 +52,19 @@ def test_the_longest_idle_connection_is_closed_for_a_new_one(few, caplog):
     assert len(messages(caplog)) == 1  # of the same second
 
 
+def test_as_many_at_once_as_there_are_places_close_nobody(few, caplog):
+    with running(toy_app()) as (url, server):
+        for number in range(60):  # some are handed over just as the last one comes
+            with contextlib.ExitStack() as stack:
+                clients = []
+                for _ in range(LIMIT):
+                    clients.append(stack.enter_context(connect(url)))
+                    time.sleep(number * 5e-6)
+                assert all(served(client) for client in clients)
+            wait_for(lambda: not server.server_state.connections)
+    assert not messages(caplog)
+
+
 def messages(caplog) -> list[str]:
     return [
         record.message for record in caplog.records if "connections are in use" in record.message
