@@ -40,6 +40,7 @@ from ropewalk.server.http.streaming import Drain
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+KEYLESS = OPEN_PATHS | {"/"}  # the explorer's page holds nothing, and asks for a key
 ANSWERED = frozenset(  # by the engine
     f"/v1/{name}"
     for name in ("completions", "chat/completions", "embeddings", "responses", "messages")
@@ -121,7 +122,7 @@ class Addressed:
             return await self._app(scope, receive, send)
         path, method = scope["path"], scope["method"]
         state_of(scope)["method"] = method
-        prefixed = self._prefix and path.startswith(f"{self._prefix}/")
+        prefixed = self._prefix and f"{path}/".startswith(f"{self._prefix}/")
         if prefixed and self._paths.template(path.rstrip("/")) is None:
             path = path.removeprefix(self._prefix)
         path = path.rstrip("/") or "/"
@@ -364,7 +365,7 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in KEYLESS:
             client, state = self._keys.client(scope), state_of(scope)
             state["client"] = client
             state["salt"] = "" if self._shared else self._salt(client)

@@ -1,0 +1,106 @@
+// The server's public routes. Every answer can be recorded; a replay answers from a recording.
+
+class ApiError extends Error {
+  // error: the object `error` of the server's answer.
+  constructor(status, error) {
+    super(error.message);
+    Object.assign(this, { status, code: error.code ?? null, param: error.param ?? null });
+  }
+}
+
+const KEY = "ropewalk-key"; // in sessionStorage: for this tab only
+
+// Below which the server is: the page's own path, whatever a proxy puts before it.
+const ROOT = location.protocol === "file:" ? "" : location.pathname.replace(/\/*$/, "/");
+
+class Api {
+  // ask: resolves when a key is in place; called when the server wants one.
+  constructor(ask) {
+    this.ask = ask;
+  }
+
+  now() {
+    return performance.now();
+  }
+
+  // Answers are parsed JSON; what the server refuses is thrown as an ApiError.
+  get(path, options) {
+    return this.#json("GET", path, undefined, options);
+  }
+
+  post(path, body, options) {
+    return this.#json("POST", path, body, options);
+  }
+
+  remove(path, options) {
+    return this.#json("DELETE", path, undefined, options);
+  }
+
+  async text(path, options) {
+    return (await this.#answer("GET", path, undefined, options)).text();
+  }
+
+  // Server-sent events as they come: {at: milliseconds of now(), data: parsed JSON}. Without a body
+  // it is a GET. Ends with the stream, or when the signal is aborted; leaving the loop closes it.
+  async *stream(path, body, { signal } = {}) {
+    const own = new AbortController();
+    signal?.addEventListener("abort", () => own.abort(signal.reason), { once: true });
+    signal?.throwIfAborted();
+    try {
+      const answer = await this.#answer(body === undefined ? "GET" : "POST", path, body, { signal: own.signal });
+      for await (const data of events(answer.body)) {
+        if (data === "[DONE]") return;
+        const found = JSON.parse(data);
+        if (found.error) throw new ApiError(200, found.error);
+        yield { at: this.now(), data: found };
+      }
+    } finally {
+      own.abort();
+    }
+  }
+
+  async #json(method, path, body, options) {
+    return (await this.#answer(method, path, body, options)).json();
+  }
+
+  async #answer(method, path, body, { signal } = {}) {
+    for (;;) {
+      const headers = {};
+      const key = sessionStorage.getItem(KEY);
+      if (key) headers.authorization = `Bearer ${key}`;
+      if (body !== undefined) headers["content-type"] = "application/json";
+      const sent = body === undefined ? undefined : JSON.stringify(body);
+      const answer = await fetch(ROOT + path, { method, headers, body: sent, signal, cache: "no-store", redirect: "error" });
+      if (answer.ok) return answer;
+      const error = await refusal(answer);
+      if (error.status !== 401) throw error;
+      await this.ask(error.message);
+    }
+  }
+}
+
+async function refusal(answer) {
+  const found = await answer.json().catch(() => ({}));
+  const message = `the server answered ${answer.status}; see its log`;
+  return new ApiError(answer.status, found.error ?? { message });
+}
+
+// The data of server-sent events. Comments and other fields are left out.
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const lines = part.split("\n").filter((line) => line.startsWith("data:"));
+        if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

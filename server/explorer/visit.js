@@ -1,0 +1,1 @@
+// Visits: recorded to a file, and replayed without a server.
