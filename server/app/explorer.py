@@ -16,8 +16,9 @@ from ropewalk.server.errors import RouteNotFound
 
 NOTHING = "there is nothing at this path; see the API in README.md"
 # In this order: later ones use what earlier ones define.
+STYLES = ("style.css", "panels.css")
 SCRIPTS = (
-    *("drawing", "visit", "api", "frame"),
+    *("drawing", "charts", "visit", "api", "frame"),
     *("talk", "race", "cache", "position", "proof", "load"),
 )
 
@@ -33,7 +34,7 @@ class Page:
 @cache
 def page() -> Page:
     """Joined when it is first asked for."""
-    style = _source("style.css")
+    style = "".join(map(_source, STYLES))
     script = "".join(_source(f"{name}.js") for name in SCRIPTS)
     html = _source("page.html").replace("/* style */", style).replace("/* script */", script)
     allowed = (
