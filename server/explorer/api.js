@@ -104,3 +104,46 @@ async function* events(body) {
     reader.cancel().catch(() => {});
   }
 }
+
+// A streamed completion: a token {index, at, id, text, logprob, alternatives} for each that comes,
+// alternatives being [text, logprob] with the likeliest first; then {index, finish} for each
+// choice, and {usage} of the whole.
+async function* completion(api, body, signal) {
+  const sent = { ...body, stream: true, return_token_ids: true, stream_options: { include_usage: true } };
+  for await (const { at, data } of api.stream("v1/completions", sent, { signal })) {
+    for (const { index, text, logprobs, token_ids: ids, finish_reason: finish } of data.choices) {
+      for (const [nth, id] of (ids ?? []).entries()) {
+        yield {
+          index, at, id,
+          text: logprobs ? logprobs.tokens[nth] ?? "" : nth === 0 ? text : "",
+          logprob: logprobs?.token_logprobs[nth] ?? null,
+          alternatives: Object.entries(logprobs?.top_logprobs?.[nth] ?? {}).sort((one, other) => other[1] - one[1]),
+        };
+      }
+      if (finish) yield { index, finish };
+    }
+    if (data.usage) yield { usage: data.usage };
+  }
+}
+
+// The samples of Prometheus' text: {name, labels, value}. Histograms' buckets are left out.
+function samples(text) {
+  const found = [];
+  for (const line of text.split("\n")) {
+    const [, name, inside, value] = /^(\w+)(?:\{(.*)\})? (\S+)/.exec(line) ?? [];
+    if (name === undefined || name.endsWith("_bucket")) continue;
+    const labels = Object.fromEntries([...(inside ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, key, each]) => [key, each]));
+    found.push({ name, labels, value: Number(value) });
+  }
+  return found;
+}
+
+// What counters grew by between two texts of /metrics: grown(name, labels) sums the samples of that
+// name, with `ropewalk_` before it, that have these labels.
+function growth(before, after) {
+  const sum = (all, name, labels) =>
+    all.filter((each) => each.name === `ropewalk_${name}` && Object.entries(labels).every(([key, value]) => each.labels[key] === value))
+      .reduce((total, each) => total + each.value, 0);
+  const [first, last] = [samples(before), samples(after)];
+  return (name, labels) => sum(last, name, labels) - sum(first, name, labels);
+}
