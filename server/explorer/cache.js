@@ -133,13 +133,16 @@
     if (row.capability === "impossible")
       return ["impossible", `impossible: ${row.reason}; ${many(row.recompute.tokens, "token")} must be computed again`];
     if (row.rewritten_entries)
-      return ["rewrite", `${many(row.rewritten_entries, "key")} must be turned and written again${row.capability === "approximate" ? ", rounded each time" : ""}`];
+      return ["rewrite", `${many(row.rewritten_entries, "key")} must be turned and written again${row.capability === "approximate" ? ", rounded each time" : ""}; values stay`];
     if (row.copied_entries) return ["copy", `${many(row.copied_entries, "entry", "entries")} copied, none changed`];
     return ["free", "stored keys stay as they are; only the list of blocks changes"];
   }
 
+  // 0 → A, 25 → Z, 26 → AA.
+  const letters = (n) => (n < 26 ? "" : letters(Math.floor(n / 26) - 1)) + String.fromCharCode(65 + (n % 26));
+
   const FRAMES = { absolute: "keys stored turned", raw: "keys stored unturned", block: "keys turned within the block" };
-  const nameOf = ({ encoding, key_frame: frame }) => (encoding === "rope" ? `rope, ${FRAMES[frame]}` : encoding);
+  const encodingOf = ({ encoding, key_frame: frame }) => (encoding === "rope" ? `rope, ${FRAMES[frame]}` : encoding);
 
   function chooser({ operation, pick }) {
     return element("div", { class: "choices", role: "group", "aria-label": "Operation" },
@@ -150,7 +153,7 @@
   // What the plan says for every encoding, and beside it what happened where it was done.
   function planTable(plan, happened) {
     const own = plan.data.find((row) => row.own);
-    const rows = plan.data.filter((row) => row === own || nameOf(row) !== nameOf(own));
+    const rows = plan.data.filter((row) => row === own || encodingOf(row) !== encodingOf(own));
     const most = Math.max(1, ...rows.map((row) => row.rewritten_entries ?? 0));
     return element("div", { class: "scroll" }, element("table", { class: "plan" },
       element("caption", {}, "Predicted for every encoding, for a model of this shape"),
@@ -162,13 +165,13 @@
         const keys = row.rewritten_entries ?? 0;
         const source = `/v1/cache/plan: rewritten_entries of ${row.encoding}, ${row.key_frame}`;
         return element("tr", { class: row.own ? "own" : null, "data-encoding": row.encoding, "data-frame": row.key_frame },
-          element("th", { scope: "row" }, nameOf(row), row.own ? element("span", { class: "badge" }, "this model") : null),
+          element("th", { scope: "row" }, encodingOf(row), row.own ? element("span", { class: "badge" }, "this model") : null),
           element("td", {},
-            element("span", { class: "bar", style: { "--share": keys / most } }),
+            element("span", { class: "keys", style: { "--share": keys / most } }),
             kind === "impossible" ? "–" : figure(format.count(keys), source, { "data-rewritten": keys })),
           element("td", { class: "number" }, kind === "impossible" ? "–" : figure(format.bytes(row.bytes_moved ?? 0), "/v1/cache/plan: bytes_moved")),
           element("td", { class: `verdict ${kind}` }, words,
-            happened.has(nameOf(row)) ? element("span", { class: "happened" }, happened.get(nameOf(row))) : null));
+            happened.has(encodingOf(row)) ? element("span", { class: "happened" }, happened.get(encodingOf(row))) : null));
       }))));
   }
 
@@ -205,7 +208,7 @@
   }
 
   // One sequence as a row of blocks, each with its base; what follows a hole is told apart.
-  function drawTable({ sequence, size, shared, chosen, marked, press, free }) {
+  function drawTable({ sequence, name, size, shared, chosen, marked, press, free }) {
     const { id, kind, blocks = [], bases = [] } = sequence;
     const stored = sequence.computed_tokens ?? sequence.tokens ?? 0;
     const chips = blocks.slice(0, MOST_CHIPS).map((block, i) => {
@@ -235,7 +238,7 @@
     });
     return element("article", { class: "sequence", "data-sequence": id },
       element("header", {},
-        element("b", {}, id), ` ${kind === "kept" ? "kept" : "running"} · `,
+        element("b", { "data-tip": id, tabindex: 0 }, name), kind === "kept" ? " · kept · " : " · running · ",
         figure(many(stored, "token"), `/v1/cache/stream: computed_tokens of ${id}`),
         sequence.dropped_tokens ? ` · ${format.count(sequence.dropped_tokens)} dropped` : null,
         kind === "kept" ? button("Free", `free-${id}`, () => free(id), { class: "quiet" }) : null),
@@ -280,6 +283,12 @@
       let happened = new Map(), told = "", watching = null;
       const kept = new Map(); // id: the sequence as last answered, and the prompt that it was made of
       const size = () => view?.entry.block_size ?? 16;
+      const names = new Map(); // id: a short name, in the order in which they were first seen
+      function nameOf(id) {
+        const isKept = (each) => each.startsWith("seq-");
+        if (!names.has(id)) names.set(id, isKept(id) ? `Sequence ${letters([...names.keys()].filter(isKept).length)}` : `Request ${id.slice(-6)}`);
+        return names.get(id);
+      }
 
       const facts = element("dl", { class: "ledger" });
       const pool = element("div", { class: "pool-holder" });
@@ -322,7 +331,7 @@
         for (const chip of tables.querySelectorAll(".chip")) chip.classList.toggle("lit", lit.includes(Number(chip.dataset.block)));
         if (block !== undefined && view) {
           const [name, meaning] = STATES[view.pool[block]] ?? ["out of use", ""];
-          const by = [...view.sequences.values()].filter((each) => each.blocks?.includes(block)).map((each) => each.id);
+          const by = [...view.sequences.values()].filter((each) => each.blocks?.includes(block)).map((each) => nameOf(each.id));
           fill(readout, `Block ${block}: ${name}, ${by.length ? `by ${by.join(" and ")}` : meaning}.`);
         }
         drawAgain();
@@ -349,15 +358,17 @@
       }
 
       function drawTables(before) {
-        const wanted = [...view.sequences.values()].sort((a, b) => (b.kind === "kept") - (a.kind === "kept")).slice(0, MOST_TABLES);
+        for (const id of view.sequences.keys()) nameOf(id);
+        const wanted = [...view.sequences.values()].reverse().sort((a, b) => (b.kind === "kept") - (a.kind === "kept")).slice(0, MOST_TABLES);
         const old = new Map([...tables.querySelectorAll(".sequence")].map((node) => [node.dataset.sequence, node]));
         for (const [id, node] of old) if (!view.sequences.has(id)) node.remove();
-        for (const sequence of wanted) {
+        for (const sequence of wanted.reverse()) {
           const was = before?.sequences.get(sequence.id);
           const shares = (shown) => (sequence.blocks ?? []).map((block) => shown?.shared.get(block)?.length ?? 1).join();
           if (was === sequence && old.has(sequence.id) && shares(before) === shares(view)) continue;
-          const table = drawTable({ sequence, size: size(), shared: view.shared, chosen, marked: marked.get(sequence.id), press, free });
+          const table = drawTable({ sequence, name: nameOf(sequence.id), size: size(), shared: view.shared, chosen, marked: marked.get(sequence.id), press, free });
           if (old.has(sequence.id)) replace(old.get(sequence.id), table);
+          else if (sequence.kind === "kept") tables.prepend(table);
           else tables.append(table);
         }
         tables.classList.toggle("empty", wanted.length === 0);
@@ -399,8 +410,8 @@
         if (!chosen || !plan) return fill(actions);
         const { title, does } = OPERATIONS[operation];
         const { first, count } = span();
-        const what = { append: `to ${chosen.id}`, fork: `the first ${first + count} tokens of ${chosen.id}` }[operation] ??
-          `${many(count / size(), "block")}, positions ${first} to ${first + count - 1} of ${chosen.id}`;
+        const what = { append: `at the end of ${nameOf(chosen.id)}`, fork: `the first ${first + count} tokens of ${nameOf(chosen.id)}` }[operation] ??
+          `${many(count / size(), "block")}, tokens ${first} to ${first + count - 1} of ${nameOf(chosen.id)}`;
         fill(actions,
           element("h2", {}, "What would it cost to …"),
           chooser({ operation, pick: (name) => { operation = name; reset(); page.attempt(predict); } }),
@@ -460,8 +471,12 @@
 
       async function operate() {
         const { id } = chosen;
+        if (told) {
+          reset();
+          await predict();
+        }
         const { answer, refused } = await apply(id, page.model.id);
-        const own = nameOf(plan.data.find((row) => row.own));
+        const own = encodingOf(plan.data.find((row) => row.own));
         if (refused) {
           told = `Impossible: ${refused}.`.replace("..", ".");
           happened = new Map([[own, "refused: nothing was changed"]]);
@@ -486,7 +501,7 @@
           const sequence = await page.api.post("v1/cache/sequences", { model, prompt });
           const { target, answer, refused } = await apply(sequence.id, model);
           for (const id of new Set([sequence.id, target, answer?.after?.id])) if (id) await page.api.remove(`v1/cache/sequences/${id}`);
-          found.set(nameOf(entries[model]), refused ? `${model} refused` : `${model}: ${brief(answer)}`);
+          found.set(encodingOf(entries[model]), refused ? `${model} refused` : `${model}: ${brief(answer)}`);
           happened = found;
           drawActions();
         }

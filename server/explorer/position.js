@@ -35,8 +35,9 @@
   };
 
   // One pair of a rotation as a clock. Angles in radians, counter-clockwise from three o'clock; `stored`
-  // is where the key's hand was before it moved, or null.
-  function clock({ pair, frequency, query, key, stored, size = 74 }) {
+  // is where the key's hand was before it moved, or null; `adds` what the pair adds to the score, of at
+  // most `most`, or null where that is not known yet.
+  function clock({ pair, frequency, query, key, stored, adds, most, size = 74 }) {
     const middle = size / 2, long = middle - 9, short = long - 6;
     const tip = (angle, reach) => [middle + reach * Math.cos(angle), middle - reach * Math.sin(angle)];
     const hand = (angle, reach, kind) => {
@@ -47,14 +48,17 @@
     const [[x0, y0], [x1, y1], [qx, qy], [kx, ky]] = [tip(key, 14), tip(query, 14), tip(query, long), tip(key, short)];
     const period = TURN / frequency;
     const turn = period < 100 ? period.toFixed(1) : format.count(period);
-    const told = `pair ${pair}: a full turn every ${turn} tokens\nthe hands are ${Math.round((between * 360) / TURN)}° apart`;
-    return svg("svg", { viewBox: `0 0 ${size} ${size + 14}`, class: "clock", role: "img", "aria-label": told, "data-tip": told, "data-pair": pair },
+    const told = `pair ${pair}: a full turn every ${turn} tokens\nthe hands are ${Math.round((between * 360) / TURN)}° apart${adds === null ? "" : `\nit adds ${minus(adds, 3)} to the score`}`;
+    return svg("svg", { viewBox: `0 0 ${size} ${size + 22}`, class: "clock", role: "img", "aria-label": told, "data-tip": told, "data-pair": pair },
       svg("circle", { cx: middle, cy: middle, r: middle - 4, class: "face" }),
       svg("path", { d: `M${middle} ${middle}L${x0} ${y0}A14 14 0 ${between > Math.PI ? 1 : 0} 0 ${x1} ${y1}Z`, class: "wedge" }),
       stored === null ? null : hand(stored, short, "stored"),
       hand(key, short, "key"), svg("rect", { x: kx - 3, y: ky - 3, width: 6, height: 6, class: "tip key" }),
       hand(query, long, "query"), svg("circle", { cx: qx, cy: qy, r: 3.5, class: "tip query" }),
-      svg("text", { x: middle, y: size + 10, "text-anchor": "middle" }, turn));
+      svg("text", { x: middle, y: size + 10, "text-anchor": "middle" }, turn),
+      adds === null ? null : svg("g", { class: "adds" },
+        svg("line", { x1: middle, x2: middle, y1: size + 13, y2: size + 21 }),
+        svg("rect", { class: adds < 0 ? "takes" : "gives", x: middle + Math.min(0, (adds / most) * middle), y: size + 14.5, width: Math.abs(adds / most) * middle, height: 5 })));
   }
 
   // Each key's score as content plus position: a ring is the content, a dot the score, the stem between
@@ -110,7 +114,7 @@
     const buttons = tokens.map(({ text }, i) => {
       const role = i === query ? "query" : i === key ? "key" : i > query ? "unseen" : "";
       return element("button", {
-        type: "button", class: `token ${role}`, "data-act": `token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
+        type: "button", class: `word ${role}`, "data-act": `token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
         "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${format.percent(weights[i])} of the query's attention`}`,
         style: { "--share": i <= query ? weights[i] / most : 0 },
         pointerenter: () => i <= query && i !== key && choose(i), click: () => ask(i),
@@ -169,12 +173,28 @@
         const key = Math.min(shown?.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2), found.query);
         shown = { found, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
         build();
+        stay();
+      }
+
+      // What each pair adds to the score of this key: asked for once somebody has stayed at it.
+      async function lookCloser() {
+        const { found, query, key } = shown;
+        const closer = await page.api.post("v1/positions/explain", { model: found.model, input: found.tokens.map(({ id }) => id), layer: found.layer, query, key });
+        if (shown.found !== found || shown.key !== key) return;
+        shown = { ...shown, found: { ...found, key, pairs: closer.pairs } };
+        build();
+      }
+      let staying = null;
+      function stay() {
+        clearTimeout(staying);
+        if (shown.found.pairs && shown.found.key !== shown.key) staying = setTimeout(() => page.attempt(lookCloser), 350);
       }
 
       function change(changes, focus = false) {
         shown = { ...shown, ...changes };
         build();
-        if (focus) body.querySelector(`.token[data-index="${shown.key}"]`)?.focus();
+        stay();
+        if (focus) body.querySelector(`.word[data-index="${shown.key}"]`)?.focus();
       }
 
       const sentence = ({ found, query, key, head }) => {
@@ -188,7 +208,7 @@
       // Where the two tokens are now, and whether somebody has tried what would happen.
       function build() {
         const { found, query, key, head, grown, moved } = shown;
-        const kind = KINDS[found.kind] ? found.kind : "none";
+        const kind = KINDS[found.kind] ? found.kind : found.pairs ? "rotation" : found.bias ? "bias" : "none";
         const chart = element("div", { class: "holder" }), curve = element("div", { class: "holder" });
         const tried = moved ? KINDS[kind].move : grown ? KINDS[kind].append : KINDS[kind].seen;
         fill(body,
@@ -203,22 +223,25 @@
           found.pairs ? clocks(shown) : null,
           element("div", { class: "beside" },
             element("div", {}, element("h2", {}, `Head ${found.heads[head].head}: every key`), found.bias ? curve : null, chart,
-              element("p", { class: "note" }, found.heads[head].content ? "Ring: content. Dot: score. The stem between them is what position adds or takes." : "Dot: score.")),
+              element("p", { class: "note" }, found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
             headTable({ heads: found.heads, key, head, pick: (i) => change({ head: i }) })));
         fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
         if (found.bias) fitted(curve, (width) => biasChart(width, { bias: found.bias, head, distance: query + grown - key + moved }));
       }
 
-      function clocks({ found, query, key, grown, moved }) {
+      function clocks({ found, query, key, head, grown, moved }) {
+        const distance = query + grown - key + moved;
+        const added = ({ frequency, heads }) => (heads && found.key === key ? heads[head].magnitude * Math.cos(distance * frequency + heads[head].phase) : null);
+        const most = Math.max(...found.pairs.map((pair) => Math.abs(added(pair) ?? 0)));
         return element("div", {},
           element("ul", { class: "legend" }, [["query", "the query's hand, turned for this step and not stored"], ["key", "the key's hand, as it is stored"], ["stored", "where the stored hand was before the move"]]
             .filter(([kind]) => kind !== "stored" || moved).map(([kind, meaning]) => element("li", {},
               svg("svg", { width: 26, height: 12, class: "clock", "aria-hidden": true }, svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, class: `hand ${kind}` }),
                 kind === "query" ? svg("circle", { cx: 22, cy: 6, r: 3.5, class: "tip query" }) : kind === "key" ? svg("rect", { x: 19, y: 3, width: 6, height: 6, class: "tip key" }) : null),
               " ", meaning)),
-            element("li", {}, "under each clock: tokens for a full turn")),
-          element("div", { class: "clocks" }, found.pairs.map(({ pair, frequency }) => clock({
-            pair, frequency, query: (query + grown) * frequency, key: (key - moved) * frequency, stored: moved ? key * frequency : null,
+            element("li", {}, "under each clock: the tokens that a full turn takes, and what the pair adds to the score (right) or takes from it (left)")),
+          element("div", { class: "clocks" }, found.pairs.map((pair) => clock({
+            ...pair, query: (query + grown) * pair.frequency, key: (key - moved) * pair.frequency, stored: moved ? key * pair.frequency : null, adds: added(pair), most,
           }))));
       }
 
