@@ -302,7 +302,9 @@
         element("div", { class: "row" },
           field("A prompt whose entries are to stay in the cache", text, { class: "field wide" }),
           button("Keep it", "keep", () => page.attempt(keep), { class: "main" })),
-        tables, actions,
+        tables,
+        element("p", { class: "note" }, "A box is a block of tokens: above, the position of its first token; below, its number in the cache. ×2: two sequences share it. ↻: its keys were turned and written again. Point at one to see it everywhere."),
+        actions,
         element("h2", {}, "The whole cache"), facts, pool, marksLegend, readout);
 
       const drawAgain = fitted(pool, (width) => {
