@@ -42,12 +42,12 @@ const format = {
     if (size >= 1000) return format.count(value);
     return size < 0.001 ? value.toExponential(1) : String(Number(value.toPrecision(3)));
   },
-  // 6144 → "6.14 k", by powers of 1000.
-  short(value) {
-    const units = ["", " k", " M", " G", " T"];
+  // 6144 → "6.14 kFLOP", by powers of 1000.
+  short(value, unit) {
+    const prefixes = ["", "k", "M", "G", "T"];
     let step = 0;
-    while (Math.abs(value) >= 1000 && step < units.length - 1) [value, step] = [value / 1000, step + 1];
-    return format.number(value) + units[step];
+    while (Math.abs(value) >= 1000 && step < prefixes.length - 1) [value, step] = [value / 1000, step + 1];
+    return `${format.number(value)} ${prefixes[step]}${unit}`;
   },
   bytes(value) {
     const units = ["B", "KiB", "MiB", "GiB"];

@@ -13,8 +13,8 @@ panels.push({
 });
 
 const RACE_LANES = 6; // a browser opens no more connections to a server
-const RACE_BEFORE = 48; // tokens that "Go past" writes before the limit
-const RACE_AFTER = 112; // and after it
+const RACE_BEFORE = 24; // tokens that "Go past" writes before the limit
+const RACE_AFTER = 96; // and after it
 const RACE_HOLDS = 0.15; // nats per token: a smaller rise in surprise is not called breaking
 const RACE_LONGEST = 8192;
 // Moby-Dick, the beginning of chapter 1, in the public domain.
@@ -86,7 +86,7 @@ class Race {
 class Lane {
   // past: whether it is to go past the context's end, or the trained length if that comes first.
   constructor(model, past) {
-    Object.assign(this, { model, past, count: 0, refused: null, dropped: 0, surprise: { before: [], after: [] }, known: null });
+    Object.assign(this, { model, past, count: 0, refused: null, dropped: 0, known: null });
     this.trained = model.trained_context ?? model.max_model_len;
     this.limit = Math.min(this.trained, model.max_model_len);
     this.text = element("p", { class: "race-text", tabindex: 0, "aria-label": `What ${model.id} writes` });
@@ -97,7 +97,7 @@ class Lane {
       flops: new LaneRow("positional work per token", "/v1/cache/plan, append: data[own].work.flops, at the last token's context length"),
       bytes: new LaneRow("positional bytes per token", "/v1/cache/plan, append: data[own].work.bytes, at the last token's context length"),
       rewritten: new LaneRow("keys rewritten", "/metrics: by how much ropewalk_kv_rewritten_entries_total grew, each layer's and head's key counted, other clients' requests included"),
-      beyond: new LaneRow(`tokens past the trained ${format.count(this.trained)}`, "/metrics: by how much ropewalk_extrapolated_tokens_total grew, other clients' requests included"),
+      beyond: new LaneRow(`tokens past ${format.count(this.trained)}`, "generated at positions beyond the trained length; /metrics: by how much ropewalk_extrapolated_tokens_total grew, other clients' requests included"),
     };
     this.node = element("article", { class: "race-lane", "data-model": model.id },
       element("h2", {}, model.id, " ", element("span", {}, model.encoding ?? ""), this.state), this.text,
@@ -119,7 +119,7 @@ class Lane {
     this.longest = Math.min(this.ids.length + this.tokens, this.model.max_model_len);
     const plan = await api.post("v1/cache/plan", { model, operation: "append", tokens: this.longest - 1 }, { signal });
     const { flops, bytes } = plan.data.find(({ own }) => own).work;
-    this.rows.flops.set(flops, `${format.short(flops)}FLOP`);
+    this.rows.flops.set(flops, format.short(flops, "FLOP"));
     this.rows.bytes.set(bytes, format.bytes(bytes));
   }
 
@@ -127,7 +127,7 @@ class Lane {
     if (this.refused !== null) return;
     const body = { model: this.model.id, prompt: this.ids, max_tokens: this.tokens, ...settings };
     // Where the context itself ends, only dropping its oldest tokens leads on.
-    if (this.past) Object.assign(body, { logprobs: 0, ...(this.model.max_model_len <= this.ids.length + this.tokens ? { overflow: "shift" } : {}) });
+    if (this.past && this.model.max_model_len <= this.ids.length + this.tokens) body.overflow = "shift";
     const began = api.now();
     let first = null;
     try {
@@ -154,7 +154,6 @@ class Lane {
     this.count += 1;
     this.text.append(past ? element("span", { class: "past" }, token.text) : token.text);
     this.text.scrollTop = this.text.scrollHeight;
-    if (token.logprob !== null) this.surprise[past ? "after" : "before"].push(-token.logprob);
   }
 
   // How surprising a known text is to the model, before and after the limit.
@@ -195,15 +194,11 @@ class Lane {
   }
 
   findings() {
-    const { before, after } = this.surprise;
     const parts = [];
     if (this.dropped) parts.push(figure(`${format.count(this.dropped)} tokens`, "/metrics: ropewalk_context_shift_tokens_total, fate dropped"), " were dropped and the rest renumbered. ");
     if (this.text_surprise !== undefined) {
       parts.push("Surprise at a known text: ", figure(`${format.number(this.text_surprise[0])} → ${format.number(this.text_surprise[1])} nats per token`,
         `/v1/completions with echo: minus the mean of logprobs.token_logprobs, over ${RACE_AFTER} tokens before and after the limit; a rise above ${RACE_HOLDS} is called breaking`), ". ");
-    } else if (before.length && after.length) {
-      parts.push("Surprise at its own words: ", figure(`${format.number(mean(before))} → ${format.number(mean(after))} nats per token`,
-        "/v1/completions: minus the mean of logprobs.token_logprobs, before and after the limit; of one answer, so it varies by some tenths"), ".");
     }
     return parts;
   }
@@ -258,9 +253,10 @@ function pastVerdict(lanes) {
   const held = rest.filter((lane) => lane.text_surprise !== undefined && !lane.breaks);
   const parts = [];
   if (turned.length) parts.push(`${listed(turned)}: the context was full, and to renumber the rest every stored key was turned.`);
-  if (shifted.length) parts.push(`${listed(shifted)}: renumbered too, but no stored key moved, since position is added to scores when they are computed.`);
+  if (shifted.length) parts.push(`${listed(shifted)}: renumbered too, but no key was touched, since none holds its position.`);
   if (broken.length) parts.push(`${listed(broken)}: went past the trained length and broke.`);
   if (held.length) parts.push(`${listed(held)}: went past the trained length and held.`);
   if (refused.length) parts.push(`${listed(refused)}: refused.`);
+  if (shifted.length + turned.length) parts.push("(Positions never pass what the server serves: a larger --max-model-len lets them.)");
   return parts.join(" ");
 }
