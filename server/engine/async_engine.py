@@ -248,9 +248,7 @@ class AsyncEngine:
         """
         return await self.ask(model, lambda engine: engine.flush(), changes=True)
 
-    async def ask(
-        self, model: str, question: Callable[[Engine], T], *, changes: bool = False
-    ) -> T:
+    async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
         """What `question` returns or raises of a model's engine, on its thread, between two steps.
 
         changes: whether it does more than look. By the time this returns, `observe` has then seen
