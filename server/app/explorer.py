@@ -15,8 +15,8 @@ from fastapi.responses import HTMLResponse
 from ropewalk.server.errors import RouteNotFound
 
 NOTHING = "there is nothing at this path; see the API in README.md"
-# In this order: later ones use what earlier ones define.
 STYLES = ("style.css", "panels.css")
+# In this order: later ones use what earlier ones define.
 SCRIPTS = (
     *("drawing", "charts", "visit", "api", "frame"),
     *("talk", "race", "cache", "position", "proof", "load"),

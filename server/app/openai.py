@@ -26,6 +26,7 @@ from ropewalk.server.errors import (
     DeadlineExceeded,
     InternalError,
     ModelNotLoaded,
+    OperatorRoutesOff,
     RequestFailed,
     ServeError,
     ShuttingDown,
@@ -171,6 +172,15 @@ def openai_routes(serving: Serving) -> APIRouter:
         return JSONResponse(described(serving.models, name))
 
     return router
+
+
+def require_operator(options: HttpOptions) -> None:
+    """Raises OperatorRoutesOff where whoever can send requests may not change the cache."""
+    if not options.operator_routes:
+        raise OperatorRoutesOff(
+            "this changes what the server's cache keeps, which --operator-routes does not allow "
+            "here; start the server with --operator-routes on"
+        )
 
 
 def _id(prefix: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ from ropewalk.server.scheduling.request import (
     Work,
 )
 from ropewalk.server.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ropewalk.server.engine.kept_cache import KeptCache
 
 log = getLogger(__name__)
 
@@ -121,6 +125,13 @@ class Engine:
     def view(self) -> CacheView:
         """A snapshot of the cache and of who holds its blocks, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
+
+    @cached_property
+    def kept(self) -> "KeptCache":
+        """The kept sequences, for the engine's thread between two steps."""
+        from ropewalk.server.engine.kept_cache import KeptCache
+
+        return KeptCache(self._manager, self._scheduler.kept, self._auditor.ledger)
 
     def flush(self) -> int:
         """Drop cached blocks that no request holds; returns how many. The next step counts them."""

@@ -31,7 +31,7 @@ function axes({ x, y, left, right, top, bottom, xTitle, yTitle }) {
   const line = (value) => svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: value === 0 ? "zero" : "hair" });
   return svg("g", { class: "axes" },
     y.ticks.map((value) => [line(value), svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, minus(value, y.digits))]),
-    x.ticks.map((value) => svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, format.count(value))),
+    x.ticks.map((value) => svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, format.count(Math.abs(value)))),
     svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, xTitle),
     svg("text", { x: left, y: top - 10 }, yTitle),
   );
