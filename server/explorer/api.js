@@ -1,4 +1,4 @@
-// The server's public routes. Every answer can be recorded; a replay answers from a recording.
+// The server's public routes.
 
 class ApiError extends Error {
   // error: the object `error` of the server's answer.
@@ -13,57 +13,36 @@ const KEY = "ropewalk-key"; // in sessionStorage: for this tab only
 // Below which the server is: the page's own path, whatever a proxy puts before it.
 const ROOT = location.protocol === "file:" ? "" : location.pathname.replace(/\/*$/, "/");
 
-class Api {
-  // ask: resolves when a key is in place; called when the server wants one.
+// Asks the server. ask: resolves when a key is in place; called when the server wants one.
+class Server {
   constructor(ask) {
     this.ask = ask;
   }
 
+  // Milliseconds, from any beginning.
   now() {
     return performance.now();
   }
 
-  // Answers are parsed JSON; what the server refuses is thrown as an ApiError.
-  get(path, options) {
-    return this.#json("GET", path, undefined, options);
+  // The text of an answer. Throws ApiError. keep: text → what is wanted of it.
+  async answer(method, path, body, { signal, keep = (text) => text } = {}) {
+    return keep(await (await this.#fetched(method, path, body, signal)).text());
   }
 
-  post(path, body, options) {
-    return this.#json("POST", path, body, options);
-  }
-
-  remove(path, options) {
-    return this.#json("DELETE", path, undefined, options);
-  }
-
-  async text(path, options) {
-    return (await this.#answer("GET", path, undefined, options)).text();
-  }
-
-  // Server-sent events as they come: {at: milliseconds of now(), data: parsed JSON}. Without a body
-  // it is a GET. Ends with the stream, or when the signal is aborted; leaving the loop closes it.
-  async *stream(path, body, { signal } = {}) {
+  // The data of server-sent events: {at: milliseconds of now(), data: text}.
+  async *events(method, path, body, { signal } = {}) {
     const own = new AbortController();
     signal?.addEventListener("abort", () => own.abort(signal.reason), { once: true });
     signal?.throwIfAborted();
     try {
-      const answer = await this.#answer(body === undefined ? "GET" : "POST", path, body, { signal: own.signal });
-      for await (const data of events(answer.body)) {
-        if (data === "[DONE]") return;
-        const found = JSON.parse(data);
-        if (found.error) throw new ApiError(200, found.error);
-        yield { at: this.now(), data: found };
-      }
+      const answer = await this.#fetched(method, path, body, own.signal);
+      for await (const data of dataOf(answer.body)) yield { at: this.now(), data };
     } finally {
       own.abort();
     }
   }
 
-  async #json(method, path, body, options) {
-    return (await this.#answer(method, path, body, options)).json();
-  }
-
-  async #answer(method, path, body, { signal } = {}) {
+  async #fetched(method, path, body, signal) {
     for (;;) {
       const headers = {};
       const key = sessionStorage.getItem(KEY);
@@ -79,6 +58,49 @@ class Api {
   }
 }
 
+// What panels ask. source: a Server, or a Recorder or a Replay (visit.js).
+class Api {
+  constructor(source) {
+    this.source = source;
+  }
+
+  now() {
+    return this.source.now();
+  }
+
+  // Answers are parsed JSON; what the server refuses is thrown as an ApiError. options: {signal}.
+  async get(path, options) {
+    return JSON.parse(await this.source.answer("GET", path, undefined, options));
+  }
+
+  async post(path, body, options) {
+    return JSON.parse(await this.source.answer("POST", path, body, options));
+  }
+
+  async remove(path, options) {
+    return JSON.parse(await this.source.answer("DELETE", path, undefined, options));
+  }
+
+  // The lines of /metrics with samples of these names, without `ropewalk_`.
+  metrics(names, options) {
+    const wanted = new Set(names.map((name) => `ropewalk_${name}`));
+    const keep = (text) => text.split("\n").filter((line) => wanted.has(/^\w*/.exec(line)[0])).join("\n");
+    return this.source.answer("GET", "metrics", undefined, { ...options, keep });
+  }
+
+  // Server-sent events as they come: {at: milliseconds of now(), data: parsed JSON}. Without a body
+  // it is a GET. Ends with the stream, or when the signal is aborted; leaving the loop closes it.
+  async *stream(path, body, options) {
+    const method = body === undefined ? "GET" : "POST";
+    for await (const { at, data } of this.source.events(method, path, body, options)) {
+      if (data === "[DONE]") return;
+      const found = JSON.parse(data);
+      if (found.error) throw new ApiError(200, found.error);
+      yield { at, data: found };
+    }
+  }
+}
+
 async function refusal(answer) {
   const found = await answer.json().catch(() => ({}));
   const message = `the server answered ${answer.status}; see its log`;
@@ -86,7 +108,7 @@ async function refusal(answer) {
 }
 
 // The data of server-sent events. Comments and other fields are left out.
-async function* events(body) {
+async function* dataOf(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {

@@ -16,8 +16,8 @@
 const panels = [];
 
 class Page {
-  constructor() {
-    this.api = new Api((reason) => askForKey(reason));
+  constructor(api) {
+    this.api = api;
     this.models = [];
     this.model = null;
     this.encodings = {};
@@ -189,16 +189,27 @@ function showTips() {
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }
 
+// What answers: the server, or a visit in place of it.
+async function sourceOf(bar) {
+  const visit = await visitToReplay(bar);
+  if (visit !== null) return new Replay(visit);
+  const server = new Server(askForKey);
+  return new URLSearchParams(location.search).has("record") ? new Recorder(server) : server;
+}
+
 async function start() {
-  const page = new Page();
+  const bar = document.getElementById("visit");
   showTips();
   showTheme(document.getElementById("tools"));
-  fill(document.getElementById("foot"), element("p", {}, "Every number here comes from a public route: ",
-    element("a", { href: `${ROOT}docs` }, "API"), " · ", element("a", { href: `${ROOT}metrics` }, "metrics")));
   document.getElementById("skip").addEventListener("click", (event) => {
     event.preventDefault();
     document.getElementById("panel").focus();
   });
+  const source = await sourceOf(bar);
+  const page = new Page(new Api(source));
+  fill(document.getElementById("foot"), element("p", {}, "Every number here comes from a public route, and says which. ",
+    element("a", { href: `${ROOT}docs` }, "API"), " · ", element("a", { href: `${ROOT}metrics` }, "metrics"), " · ",
+    element("a", { href: "?record" }, "record a visit"), " · ", element("a", { href: "?replay" }, "replay one")));
   showModels(page);
   await page.attempt(async () => {
     const [models, encodings] = await Promise.all([page.api.get("v1/models"), page.api.get("v1/encodings")]);
@@ -207,7 +218,9 @@ async function start() {
   });
   fill(document.getElementById("model"), page.models.map((model) => element("option", { value: model.id }, model.id)));
   page.choose(page.models[0]?.id);
+  if (source.hash) history.replaceState(null, "", source.hash);
   switchPanels(page);
+  source.begin?.(bar);
 }
 
 document.addEventListener("DOMContentLoaded", start);

@@ -15,6 +15,7 @@ panels.push({
 const LOAD_CONNECTIONS = 4;
 const LOAD_CONCURRENT = 16;
 const LOAD_SECONDS = 60;
+const LOAD_METRICS = ["requests_total", "generated_tokens_total", ...["time_to_first_token", "inter_token_latency"].flatMap((name) => [`${name}_seconds_sum`, `${name}_seconds_count`])];
 const LOAD_PROMPTS = ["The storm came up at night, and", "My dear sister, I write to you from", "It is a truth that every gardener knows:", "When the gates were opened the people"];
 
 class Load {
@@ -43,7 +44,7 @@ class Load {
           head("Between tokens: median, 95 %", "of one answer, measured by this page", "inter_token_latency_seconds"))),
         this.table)),
       element("p", { class: "note" }, "Each cell has what this page measured and, below, what the server counted in the same seconds, other clients included. The page measures more: its own work and the way between them. ",
-        `Answers share ${LOAD_CONNECTIONS} connections. Prompts are of about 10 tokens; prefixes are found in the cache after the first of each.`));
+        `Answers share ${LOAD_CONNECTIONS} connections. Prompts are of about 10 tokens. A few seconds on a busy machine say little: where two encodings differ by less than two runs of one do, they do not differ.`));
   }
 
   start() {
@@ -81,7 +82,7 @@ class LoadRow {
 
   // compare: called when there are new figures.
   async run(api, { concurrent, tokens, ms }, signal, compare) {
-    const before = await api.text("metrics", { signal });
+    const before = await api.metrics(LOAD_METRICS, { signal });
     const began = api.now();
     const connections = Math.min(concurrent, LOAD_CONNECTIONS);
     const share = (nth) => Math.floor((concurrent + nth) / connections); // they add up to `concurrent`
@@ -106,7 +107,7 @@ class LoadRow {
       }
     };
     await Promise.all(Array.from({ length: connections }, (_, nth) => ask(nth)));
-    const grown = growth(before, await api.text("metrics", { signal }));
+    const grown = growth(before, await api.metrics(LOAD_METRICS, { signal }));
     this.show((name, labels = {}) => grown(name, { model_name: this.model.id, ...labels }), (last - began) / 1000);
     compare();
   }

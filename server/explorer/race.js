@@ -17,6 +17,7 @@ const RACE_BEFORE = 24; // tokens that "Go past" writes before the limit
 const RACE_AFTER = 96; // and after it
 const RACE_HOLDS = 0.15; // nats per token: a smaller rise in surprise is not called breaking
 const RACE_LONGEST = 8192;
+const RACE_METRICS = ["kv_rewritten_entries_total", "extrapolated_tokens_total", "context_shift_tokens_total"];
 // Moby-Dick, the beginning of chapter 1, in the public domain.
 const RACE_TEXT = `Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a way I have of driving off the spleen and regulating the circulation. Whenever I find myself growing grim about the mouth; whenever it is a damp, drizzly November in my soul; whenever I find myself involuntarily pausing before coffin warehouses, and bringing up the rear of every funeral I meet; and especially whenever my hypos get such an upper hand of me, that it requires a strong moral principle to prevent me from deliberately stepping into the street, and methodically knocking people's hats off - then, I account it high time to get to sea as soon as I can. This is my substitute for pistol and ball. With a philosophical flourish Cato throws himself upon his sword; I quietly take to the ship. There is nothing surprising in this. If they but knew it, almost all men in their degree, some time or other, cherish very nearly the same feelings towards the ocean with me.
 
@@ -64,11 +65,11 @@ class Race {
       this.halt.disabled = false;
       const settings = { temperature: Number(this.temperature.value), seed: Number(this.seed.value) };
       try {
-        const before = await this.page.api.text("metrics", { signal });
+        const before = await this.page.api.metrics(RACE_METRICS, { signal });
         await Promise.all(lanes.map((lane) => lane.prepare(this.page.api, this.prompt.value, Number(this.tokens.value), signal)));
         scaleLanes(lanes);
         await Promise.all(lanes.map((lane) => lane.run(this.page.api, settings, signal)));
-        const after = await this.page.api.text("metrics", { signal });
+        const after = await this.page.api.metrics(RACE_METRICS, { signal });
         const grown = growth(before, after);
         for (const lane of lanes) lane.settle(grown);
         scaleLanes(lanes);
