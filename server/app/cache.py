@@ -6,8 +6,7 @@ only the context. Times are estimated from the time that a model's first steps t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
@@ -27,7 +26,7 @@ from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
 from ropewalk.server.engine.warm_up import Speed
-from ropewalk.server.errors import DeadlineExceeded, InvalidField, MissingField
+from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import CachePlanBody
@@ -126,23 +125,13 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
 
 
 async def _view(serving: Serving, model: str) -> CacheView:
-    async with patience(serving):
+    async with serving.patience():
         return await serving.engine.cache_view(model)
 
 
 async def _flushed(serving: Serving, model: str) -> int:
-    async with patience(serving):
+    async with serving.patience():
         return await serving.engine.flush(model)
-
-
-@asynccontextmanager
-async def patience(serving: Serving) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded when the engine does not answer in time."""
-    try:
-        async with asyncio.timeout(serving.options.request_timeout_s):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded("the engine is still busy with a step; try again later") from None
 
 
 def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[str, object]:
