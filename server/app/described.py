@@ -19,6 +19,7 @@ from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
+from ropewalk.server.openai.positions_body import ExplainBody
 from ropewalk.server.openai.schemas import BODIES
 from ropewalk.server.translators.messages_body import CountBody, MessagesBody
 from ropewalk.server.translators.responses_body import ResponsesBody
@@ -60,7 +61,8 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    bodies: tuple[type[BaseModel], ...] = (*BODIES, ResponsesBody, MessagesBody, CountBody)
+    of_others = (ResponsesBody, MessagesBody, CountBody)
+    bodies: tuple[type[BaseModel], ...] = (*BODIES, ExplainBody, *of_others)
     about = get_openapi(
         title=app.title,
         version=app.version,

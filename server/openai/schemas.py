@@ -136,17 +136,17 @@ Biases = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(StructuredFields, _Strict):
+class GenerationBody(StructuredFields, Strict):
     """What completions and chat share."""
 
     model: str | None = None
@@ -239,7 +239,7 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class EmbeddingBody(_Strict):
+class EmbeddingBody(Strict):
     input: Prompt
     model: str | None = None
     dimensions: Count | None = None
@@ -255,7 +255,7 @@ class EmbeddingBody(_Strict):
         return several(self.input)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None  # prefixes are cached without being marked
@@ -280,13 +280,13 @@ Content = Annotated[
 FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.:/-]{1,128}\z")]
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = ""
     parsed_arguments: Any = None  # the openai package's own reading of them
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """One that an answer had, as clients send it back."""
 
     id: Annotated[str, Field(max_length=256)] = ""
@@ -295,7 +295,7 @@ class ToolCall(_Strict):
     index: int | None = None  # of a streamed one
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     type: Literal["text"] = "text"  # lm-eval adds it to every message
@@ -350,7 +350,7 @@ Messages = Annotated[
 ]
 
 
-class Function(_Strict):
+class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -365,7 +365,7 @@ class Function(_Strict):
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
     cache_control: dict[str, Any] | None = None
@@ -383,11 +383,11 @@ class Tool(_Strict):
         }
 
 
-class FunctionChoice(_Strict):
+class FunctionChoice(Strict):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionChoice
 
@@ -418,7 +418,7 @@ def _free_names(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class TemplateBody(_Strict):
+class TemplateBody(Strict):
     """Variables for the chat template. One that the template does not read changes nothing."""
 
     add_generation_prompt: bool = True
@@ -505,12 +505,12 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     model: str | None = None
     tokens: Annotated[list[TokenId], _FAIL_FAST]
 
 
-class CachePlanBody(_Strict):
+class CachePlanBody(Strict):
     """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in app/cache.py."""
 
     model: str | None = None
@@ -521,7 +521,7 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
-class ModelBody(_Strict):
+class ModelBody(Strict):
     """Which model to load or to unload."""
 
     model: str | None = None
