@@ -164,7 +164,7 @@
         const [kind, words] = verdict(plan, row);
         const keys = row.rewritten_entries ?? 0;
         const source = `/v1/cache/plan: rewritten_entries of ${row.encoding}, ${row.key_frame}`;
-        return element("tr", { class: row.own ? "own" : null, "data-encoding": row.encoding, "data-frame": row.key_frame },
+        return element("tr", { class: row.own ? `own ${kind}` : kind, "data-encoding": row.encoding, "data-frame": row.key_frame },
           element("th", { scope: "row" }, encodingOf(row), row.own ? element("span", { class: "badge" }, "this model") : null),
           element("td", {},
             element("span", { class: "keys", style: { "--share": keys / most } }),

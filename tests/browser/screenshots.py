@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 
+import httpx
 from playwright.sync_api import Page
 
 from tests.browser.real import chromium, serving
@@ -19,6 +20,14 @@ def press(page: Page, *acts: str) -> None:
     for act in acts:
         page.click(f'[data-act="{act}"]:enabled')
         page.wait_for_timeout(SETTLED_MS)
+
+
+def forget(address: str) -> None:
+    """Frees what earlier pictures kept."""
+    kept = httpx.get(f"{address}/v1/cache/sequences").json()["data"]
+    for each in kept:
+        httpx.delete(f"{address}/v1/cache/sequences/{each['id']}")
+    httpx.post(f"{address}/v1/cache/flush", json={})
 
 
 def talk(page: Page) -> None:
@@ -81,6 +90,7 @@ def main() -> None:
     with chromium() as browser, server as address:
         for name, width, look in product(chosen, WIDTHS, LOOKS):
             panel, encoding, act = PICTURES[name]
+            forget(address)
             size = {"width": width, "height": 900}
             scheme = "dark" if look == "dark" else "light"
             with browser.new_context(viewport=size, color_scheme=scheme) as context:
