@@ -5,9 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-playwright = pytest.importorskip("playwright", reason="playwright is missing: scripts/test has it")
-
-from tests.browser.real import CHROMIUM, chromium, serving  # noqa: E402
+from tests.browser.real import CHROMIUM, chromium, serving
 
 
 @pytest.fixture(scope="module")  # not longer: while it is open, no other test can run a loop
