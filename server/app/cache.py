@@ -6,12 +6,11 @@ only the context. Times are estimated from the time that a model's first steps t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -27,7 +26,7 @@ from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
 from ropewalk.server.engine.warm_up import Speed
-from ropewalk.server.errors import DeadlineExceeded, InvalidField, MissingField
+from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import CachePlanBody
@@ -35,7 +34,9 @@ from ropewalk.server.openai.served_models import Served
 
 if TYPE_CHECKING:
     from ropewalk.server.app.sequences import Sequences
+    from ropewalk.server.app.watching import Watch
 
+_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 RESTS_ON = (
     "seconds for one block over all layers, measured when the model was loaded: rotating its keys "
     "and copying its entries as part of a long run of blocks, and computing its tokens with none "
@@ -65,6 +66,15 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
             for served in chosen
         ]
         return JSONResponse({"object": "list", "data": data})
+
+    watches: dict[str, Watch] = {}
+
+    @router.get("/v1/cache/stream", response_model=None, responses=_EVENTS)
+    async def stream(request: Request, model: str | None = None) -> Response:
+        """The same as a stream: a snapshot, then what changes, for as long as somebody listens."""
+        from ropewalk.server.app.watching import cache_stream
+
+        return await cache_stream(serving, planners, watches, request, model)
 
     @router.post("/v1/cache/flush", response_model=None)
     async def flush(request: Request, model: str | None = None) -> Response:
@@ -126,23 +136,13 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
 
 
 async def _view(serving: Serving, model: str) -> CacheView:
-    async with patience(serving):
+    async with serving.patience():
         return await serving.engine.cache_view(model)
 
 
 async def _flushed(serving: Serving, model: str) -> int:
-    async with patience(serving):
+    async with serving.patience():
         return await serving.engine.flush(model)
-
-
-@asynccontextmanager
-async def patience(serving: Serving) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded when the engine does not answer in time."""
-    try:
-        async with asyncio.timeout(serving.options.request_timeout_s):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded("the engine is still busy with a step; try again later") from None
 
 
 def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[str, object]:
@@ -154,16 +154,25 @@ def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[
         "block_size": planner.block_size,
         "bytes_per_token": planner.bytes_per_token,
         "max_context": served.max_context,
+        **counts(view),
+        "requests": [described_sequence(request) for request in view.running],
+        "kept": [described_sequence(kept) for kept in view.kept],
+        "shared": shared(view),
+    }
+
+
+def counts(view: CacheView) -> dict[str, object]:
+    """What an entry says of the cache as a whole."""
+    return {
         "blocks": asdict(view.blocks),
         "audit": {**asdict(view.audit), "mode": view.audit.mode.value},
         "spill": _spill(view.spill),
         "waiting": view.waiting,
-        "requests": [_request(request) for request in view.running],
-        "kept": [_kept(kept) for kept in view.kept],
-        "shared": [
-            {"block": block, "holders": list(names)} for block, names in view.shared.items()
-        ],
     }
+
+
+def shared(view: CacheView) -> list[dict[str, object]]:
+    return [{"block": block, "holders": list(names)} for block, names in view.shared.items()]
 
 
 def _spill(spill: SpillCounts) -> dict[str, int]:
@@ -176,19 +185,18 @@ def _spill(spill: SpillCounts) -> dict[str, int]:
     }
 
 
-def _request(request: RequestView) -> dict[str, object]:
+def described_sequence(held: RequestView | KeptView) -> dict[str, object]:
+    """A running request or a kept sequence."""
+    known = {"id": held.id, "known_tokens": held.known}
+    if isinstance(held, KeptView):
+        return {**known, **_sequence(held.stored)}
     return {
-        "id": request.id,
-        "known_tokens": request.known,
-        "dropped_tokens": request.dropped,
-        "overflow": request.overflow.value,
-        **_sequence(request.stored),
-        "source": None if request.source is None else _sequence(request.source),
+        **known,
+        "dropped_tokens": held.dropped,
+        "overflow": held.overflow.value,
+        **_sequence(held.stored),
+        "source": None if held.source is None else _sequence(held.source),
     }
-
-
-def _kept(kept: KeptView) -> dict[str, object]:
-    return {"id": kept.id, "known_tokens": kept.known, **_sequence(kept.stored)}
 
 
 def _sequence(sequence: SequenceView) -> dict[str, object]:

@@ -20,6 +20,7 @@ from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
 from ropewalk.server.openai import kept_bodies
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
+from ropewalk.server.openai.positions_body import ExplainBody
 from ropewalk.server.openai.schemas import BODIES
 from ropewalk.server.translators.messages_body import CountBody, MessagesBody
 from ropewalk.server.translators.responses_body import ResponsesBody
@@ -61,12 +62,12 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
+    of_others = (ResponsesBody, MessagesBody, CountBody)
     bodies: tuple[type[BaseModel], ...] = (
         *BODIES,
         *kept_bodies.BODIES,
-        ResponsesBody,
-        MessagesBody,
-        CountBody,
+        ExplainBody,
+        *of_others,
     )
     about = get_openapi(
         title=app.title,

@@ -5,6 +5,7 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -15,7 +16,7 @@ from starlette.types import Scope
 
 from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
 from ropewalk.server.app.openai import Serving, accepts
-from ropewalk.server.engine.openmp import aside
+from ropewalk.server.engine.openmp import Turns, aside
 from ropewalk.server.errors import DeadlineExceeded, NotReady
 from ropewalk.server.http.middleware import wants_page
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
@@ -133,6 +134,27 @@ def _explorer_page() -> tuple[str, dict[str, str]]:
     from ropewalk.server.app.explorer import joined  # few clients are browsers
 
     return joined()
+
+
+def position_routes(serving: Serving) -> APIRouter:
+    """What they take is imported when somebody asks: few do."""
+    router, turns = APIRouter(), Turns()
+
+    def positions() -> ModuleType:
+        import ropewalk.server.app.positions as found
+
+        return found
+
+    @router.post("/v1/positions/explain", **accepts("ExplainBody"))
+    async def explain(request: Request) -> Response:
+        """A query's attention scores in one layer, split into content and position."""
+        found = await asyncio.to_thread(positions)
+        body = await body_of(request, found.ExplainBody)
+        served = await serving.find(request, body.model)
+        answer = turns.aside(found.explained, body, served)
+        return Response(await serving.awaited(request, answer), media_type="application/json")
+
+    return router
 
 
 class Loader(Protocol):

@@ -15,7 +15,7 @@ from starlette.types import Send
 from ropewalk.cache.types import Op, OpReport
 from ropewalk.model.config import Pooling
 from ropewalk.model.sampling import SamplingParams
-from ropewalk.server.app.cache import CachePlanner, patience
+from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.app.openai import EngineResponse, Serving, require_operator
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.kept_cache import KeptDetails, Operated, changed_blocks
@@ -26,7 +26,13 @@ from ropewalk.server.http.streaming import EventStream, Lifeline
 from ropewalk.server.long_work import json_bytes
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.kept_bodies import KeepBody, OperationBody
-from ropewalk.server.openai.requests import check_ids, check_prompt, combined_salt, encode
+from ropewalk.server.openai.requests import (
+    check_ids,
+    check_prompt,
+    combined_salt,
+    encode,
+    require_decoder,
+)
 from ropewalk.server.openai.schemas import CachePlanBody
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.kept import NOT_KEPT, Asked, Kept, new_id
@@ -65,11 +71,7 @@ class Sequences:
         body = await body_of(request, KeepBody)
         require_operator(self._serving.options)
         served = await self._serving.find(request, body.model)
-        if served.encoder_decoder is not None:
-            raise UnsupportedField(
-                f"{served.name} is an encoder-decoder, whose sequences are not kept; use a decoder",
-                "model",
-            )
+        require_decoder(served, "model")
         state = state_of(request.scope)
         origin, salt = None, combined_salt(state.get("salt", ""), body.cache_salt)
         if body.parent is not None:
@@ -78,7 +80,7 @@ class Sequences:
                     "cache_salt cannot be combined with parent, which has its own; leave it out",
                     "cache_salt",
                 )
-            origin = await to_continue(self._serving, request, served.name, body.parent)
+            origin = await self._serving.continued(request, served.name, body.parent)
             salt = origin.salt
         bos = body.add_special_tokens and origin is None
         tokens = await prompt_tokens(body.prompt, served, bos=bos)
@@ -181,7 +183,8 @@ class Sequences:
         after = await self._look(request, name, id_)
         full = before.stored.computed // self._planners[name].block_size
         changed = changed_blocks(before.sums[:full], after)
-        written = self._planners[name].entries_per_token * len(more)
+        # An answer's last token was not stored before.
+        written = self._planners[name].entries_per_token * (len(tokens) - before.stored.computed)
         nothing = {"copied_entries": 0, "rewritten_entries": 0, "bytes_moved": 0}
         predicted = {"capability": "free", "reason": None, **nothing, "written_entries": written}
         happened = {**nothing, "should_change": 0, "written_entries": written, "seconds": seconds}
@@ -234,17 +237,8 @@ class Sequences:
     async def _ask(
         self, model: str, question: Callable[[Engine], T], *, changes: bool = False
     ) -> T:
-        async with patience(self._serving):
+        async with self._serving.patience():
             return await self._serving.engine.ask(model, question, changes=changes)
-
-
-async def to_continue(serving: Serving, request: Request, model: str, id_: str) -> Kept:
-    """A kept sequence of whoever sent the request, after which tokens may come."""
-    client = _client(request)
-    async with patience(serving):
-        return await serving.engine.ask(
-            model, lambda engine: engine.kept.sequences.to_continue(id_, client)
-        )
 
 
 async def prompt_tokens(prompt: str | list[int], served: Served, *, bos: bool) -> list[int]:

@@ -27,6 +27,7 @@ from ropewalk.server.engine.cache_view import CacheView, view
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.statistics import Forecast, PositionMeter, Statistics
 from ropewalk.server.errors import NumericalError, RequestFailed, ServeError
+from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.scheduling.request import (
     Outlook,
     PassTimes,
@@ -132,6 +133,10 @@ class Engine:
         from ropewalk.server.engine.kept_cache import KeptCache
 
         return KeptCache(self._manager, self._scheduler.kept, self._auditor.ledger)
+
+    def continued(self, id_: str, client: str) -> Kept:
+        """A kept sequence to which tokens may be added. Raises SequenceNotFound and the like."""
+        return self._scheduler.kept.to_continue(id_, client)
 
     def flush(self) -> int:
         """Drop cached blocks that no request holds; returns how many. The next step counts them."""

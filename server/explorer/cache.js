@@ -467,7 +467,7 @@
           return { target, answer: await page.api.post(`v1/cache/sequences/${id}/operations`, body) };
         } catch (error) {
           if (error.code !== "impossible_operation") throw error;
-          return { target, refused: error.message };
+          return { target, refused: whyImpossible(error) };
         }
       }
 
@@ -480,7 +480,7 @@
         const { answer, refused } = await apply(id, page.model.id);
         const own = encodingOf(plan.data.find((row) => row.own));
         if (refused) {
-          told = `Impossible: ${refused}.`.replace("..", ".");
+          told = refused;
           happened = new Map([[own, "refused: nothing was changed"]]);
           return drawActions();
         }

@@ -51,3 +51,8 @@ function minus(value, digits = 2) {
 function many(count, one, several = `${one}s`) {
   return `${format.count(count)} ${count === 1 ? one : several}`;
 }
+
+// The reason in an error of code impossible_operation, as a sentence.
+function whyImpossible({ message }) {
+  return `Impossible: ${message.replace(/^.*is impossible here: /, "")}.`;
+}

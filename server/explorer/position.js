@@ -11,25 +11,25 @@
     rotation: {
       seen: "Each clock is one pair of numbers of the query and of the key. Each hand was turned once, by its own token's " +
         "position: fast pairs first, slow pairs last. The score only sees the angle between the hands.",
-      append: "The text has grown, and the query is a later token: its hands are elsewhere. The key's hands have not moved, because " +
+      append: "The query is a later token now, and its hands are elsewhere. The key's hands have not moved, because " +
         "their angle is the key's own position, whatever comes later. So appending changes nothing that is stored.",
       move: "The key has been given an earlier position, as when text before it is dropped. Its stored hands (dashed) are now wrong: " +
         "every pair of every such key must be turned and written again. This is what makes moving expensive.",
     },
     bias: {
       seen: "The encoding leaves queries and keys alone. It adds a number to each score, read off this curve at the distance between the two tokens.",
-      append: "The text has grown, and the distance with it: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
+      append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
     embedding: {
       seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. From there on it is mixed " +
         "into queries, keys and values, so a score cannot be split into a content and a position part.",
-      append: "The text has grown. Earlier tokens keep their positions, so appending changes nothing that is stored.",
+      append: "Earlier tokens keep their positions, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position, but the old one is mixed into the stored key and value and cannot be taken out. Moving is impossible: they must be computed again.",
     },
     none: {
       seen: "There is no encoding: the score is content alone. Order shows only in that no token sees a later one.",
-      append: "The text has grown. No stored key has a position in it, so appending changes nothing that is stored.",
+      append: "No stored key has a position in it, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position. There is none in the stored key, so moving changes nothing.",
     },
   };
@@ -49,7 +49,7 @@
     const period = TURN / frequency;
     const turn = period < 100 ? period.toFixed(1) : format.count(period);
     const told = `pair ${pair}: a full turn every ${turn} tokens\nthe hands are ${Math.round((between * 360) / TURN)}° apart${adds === null ? "" : `\nit adds ${minus(adds, 3)} to the score`}`;
-    return svg("svg", { viewBox: `0 0 ${size} ${size + 22}`, class: "clock", role: "img", "aria-label": told, "data-tip": told, "data-pair": pair },
+    return svg("svg", { viewBox: `0 0 ${size} ${size + 22}`, class: "clock", role: "img", "aria-label": told, "data-tip": told, "data-pair": pair, "data-adds": adds },
       svg("circle", { cx: middle, cy: middle, r: middle - 4, class: "face" }),
       svg("path", { d: `M${middle} ${middle}L${x0} ${y0}A14 14 0 ${between > Math.PI ? 1 : 0} 0 ${x1} ${y1}Z`, class: "wedge" }),
       stored === null ? null : hand(stored, short, "stored"),
@@ -87,6 +87,22 @@
     return drawing;
   }
 
+  // What a rotation adds to the score of one query and key by their distance, in every head.
+  function turnedApart(pairs, far) {
+    const distances = [...Array(far + 1).keys()];
+    const added = (head, distance) => pairs.reduce((sum, { frequency, heads }) => {
+      const { magnitude, phase } = heads[head];
+      return sum + magnitude * (Math.cos(distance * frequency + phase) - Math.cos(phase));
+    }, 0);
+    return { distances, heads: pairs[0].heads.map((_, head) => distances.map((distance) => added(head, distance))) };
+  }
+
+  // A bias at distances that can be seen.
+  function nearby({ distances, heads }, far) {
+    const kept = distances.flatMap((distance, i) => (Math.abs(distance) <= far ? [i] : []));
+    return { distances: kept.map((i) => distances[i]), heads: heads.map((values) => kept.map((i) => values[i])) };
+  }
+
   // What each head adds to the score by distance; the chosen head's curve stands out.
   function biasChart(width, { bias: { distances, heads }, head, distance }) {
     const height = 240, left = 44, right = width - 54, top = 26, bottom = height - 38;
@@ -95,7 +111,7 @@
     const at = heads[head][nearest(distances, distance)];
     const curve = (each) => svg("path", { class: each === head ? "curve chosen" : "curve", d: path(heads[each].map((value, i) => [x(distances[i]), y(value)])) });
     const others = [...heads.keys()].filter((each) => each !== head);
-    return svg("svg", { width, height, class: "chart", role: "img", "aria-label": `What head ${head} adds at distance ${distance}: ${minus(at)}` },
+    return svg("svg", { width, height, class: "chart", role: "img", "data-at": at, "aria-label": `What head ${head} adds at distance ${distance}: ${minus(at)}` },
       axes({ x, y, left, right, top, bottom, xTitle: "tokens back from the query", yTitle: "added to the score" }),
       others.map(curve), curve(head),
       svg("line", { x1: x(distance), x2: x(distance), y1: top, y2: bottom, class: "guide" }),
@@ -210,9 +226,14 @@
         const { found, query, key, head, grown, moved } = shown;
         const kind = KINDS[found.kind] ? found.kind : found.pairs ? "rotation" : found.bias ? "bias" : "none";
         const chart = element("div", { class: "holder" }), curve = element("div", { class: "holder" });
-        const tried = moved ? KINDS[kind].move : grown ? KINDS[kind].append : KINDS[kind].seen;
+        const far = Math.max(128, 2 * query), distance = query + grown - key + moved;
+        const turned = found.pairs?.[0]?.heads && found.key === key ? turnedApart(found.pairs, far) : null;
+        const bias = found.bias ? nearby(found.bias, far) : turned;
+        const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
+        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
         fill(body,
           strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.attempt(() => explain(i, found.tokens.map(({ id }) => id))) }),
+          element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown)),
           element("div", { class: "tries" },
             element("div", { class: "choices", role: "group", "aria-label": "What if" },
@@ -222,11 +243,15 @@
             element("p", { class: "why", role: "status", "data-tried": moved ? "move" : grown ? "append" : "seen" }, tried)),
           found.pairs ? clocks(shown) : null,
           element("div", { class: "beside" },
-            element("div", {}, element("h2", {}, `Head ${found.heads[head].head}: every key`), found.bias ? curve : null, chart,
+            element("div", {},
+              bias || found.pairs ? [element("h2", {}, `Head ${found.heads[head].head}: what position adds, by distance`), curve,
+                element("p", { class: "note" }, found.bias ? "The same curve for all tokens; the thin ones are other heads'."
+                  : "For this query and this key, at any distance; other tokens have other curves. The thin ones are other heads'.")] : null,
+              element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
               element("p", { class: "note" }, found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
             headTable({ heads: found.heads, key, head, pick: (i) => change({ head: i }) })));
         fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
-        if (found.bias) fitted(curve, (width) => biasChart(width, { bias: found.bias, head, distance: query + grown - key + moved }));
+        if (bias) fitted(curve, (width) => biasChart(width, { bias, head, distance }));
       }
 
       function clocks({ found, query, key, head, grown, moved }) {

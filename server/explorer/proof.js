@@ -177,7 +177,7 @@
               : `All ${all} blocks that stayed are equal: only the list of blocks has changed.` });
           } catch (error) {
             if (!(error instanceof ApiError)) throw error;
-            found.push({ model, encoding, refused: true, error: told(error) });
+            found.push({ model, encoding, refused: true, error: whyImpossible(error) });
           } finally {
             await page.api.remove(`v1/cache/sequences/${kept.id}`);
           }
@@ -200,11 +200,12 @@
           "So whichever encoding a model has, there is no reason to touch what is stored, and appending costs earlier entries nothing.",
         ], steps, result, appended),
         experiment(2, "Moving", [
-          "When text in the middle is dropped, what follows moves to earlier positions. RoPE stores each key turned by its position, " +
-          "so every moved key is now wrong, and must be read, turned and written again. ALiBi's and T5's bias is added to scores, never stored: " +
+          "When text in the middle is dropped, what follows moves to earlier positions. RoPE, as it is usually stored, keeps each key turned " +
+          "by its position, so every moved key is now wrong, and must be read, turned and written again. ALiBi's and T5's bias is added to scores, never stored: " +
           "the list of blocks changes, and no key. Learned and sinusoidal positions are mixed into keys and values and cannot be taken out: " +
           "those entries must be computed again.",
-        ], moves, movedResult, moved),
+        ], moves, movedResult, moved,
+        element("p", { class: "note" }, "Free means that no stored byte has to change. What stays was still computed while it could see what is now gone, under every encoding: only computing it again would undo that.")),
         experiment(3, "Where appending fails", [
           "The claim has a condition: that the encoding's parameters are constants. Published “dynamic” RoPE scaling lets its " +
           "frequencies follow the length of the text. Then each new token makes earlier keys wrong, and they have to be turned again.",

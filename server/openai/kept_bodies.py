@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, StrictStr, Tag, model_validator
+from pydantic import Discriminator, StrictStr, Tag, model_validator
 
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.openai.schemas import (
@@ -10,6 +10,7 @@ from ropewalk.server.openai.schemas import (
     Count,
     CountFromZero,
     Priority,
+    SequenceId,
     Strict,
     TokenIds,
     prompt_form,
@@ -18,7 +19,6 @@ from ropewalk.server.openai.schemas import (
 OnePrompt = Annotated[
     Annotated[StrictStr, Tag("text")] | Annotated[TokenIds, Tag("ids")], Discriminator(prompt_form)
 ]
-SequenceId = Annotated[str, Field(pattern="^seq-[0-9a-f]{32}$")]
 
 
 class KeepBody(Strict):

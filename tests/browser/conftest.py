@@ -1,4 +1,4 @@
-"""A browser, servers, and a page that may ask nobody but its server."""
+"""One browser and one server of the family for all tests of the explorer."""
 
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -8,30 +8,29 @@ import pytest
 from tests.browser.real import CHROMIUM, chromium, serving
 
 
-@pytest.fixture(scope="module")  # not longer: while it is open, no other test can run a loop
+@pytest.fixture(scope="package")  # not longer: while it is open, no other test can run a loop
 def browser():
     if not Path(CHROMIUM).exists():
-        pytest.skip("Chromium is missing: install it, or name it in CHROMIUM")
-    with chromium() as browser:
-        yield browser
+        pytest.skip(f"there is no Chromium at {CHROMIUM}; install it, or name it in CHROMIUM")
+    with chromium() as started:
+        yield started
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def family(browser):
-    """The address of a server of all bundled models."""
+    """The address of a server of the six models."""
     with serving("family") as address:
         yield address
 
 
 @pytest.fixture
 def opened(browser):
-    """Opens pages. Each may send requests to its own origin only, and no script of it may fail."""
-    contexts, faults = [], []
+    """Opens a page, which may ask nobody but its server, and none of whose scripts may fail."""
+    faults, context = [], browser.new_context(reduced_motion="reduce")
 
-    def open_page(address: str, *, width: int = 1400):
-        context = browser.new_context(viewport={"width": width, "height": 900})
-        contexts.append(context)
+    def open_page(address: str):
         page = context.new_page()
+        page.set_default_timeout(10_000)
         own = urlsplit(address)[:2]  # scheme and host; of a file, no host
 
         def look(request) -> None:
@@ -45,6 +44,17 @@ def opened(browser):
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    context.close()
     assert faults == []
+
+
+@pytest.fixture
+def panel(opened, family):
+    """Opens a panel with a model chosen by its encoding."""
+
+    def open_panel(name: str, encoding: str = "rope"):
+        page = opened(f"{family}/#{name}")
+        page.select_option("#model", f"ropewalk-{encoding}")
+        return page
+
+    return open_panel

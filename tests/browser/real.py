@@ -35,7 +35,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def serving(*arguments: str) -> Iterator[str]:
-    """`ropewalk serve ARGUMENTS`, ready; its address. Raises RuntimeError when it does not start."""
+    """`ropewalk serve ARGUMENTS`, ready; its address. Raises RuntimeError."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ropewalk", "serve", *arguments, "--port", str(port)]

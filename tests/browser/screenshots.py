@@ -1,4 +1,4 @@
-"""Pictures of every panel of the explorer, in use, to be looked at: scripts/explorer-screenshots."""
+"""Pictures of every panel of the explorer in use, to be looked at."""
 
 import argparse
 from collections.abc import Callable

@@ -229,8 +229,17 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
     ),
     "/v1/cache/flush": ({}, {"model": MODEL}),
+    "/v1/positions/explain": (
+        {"model": MODEL, "input": _any(_text, _ids)},
+        {
+            "layer": _of(0, 1, 3, 4),
+            "query": _of(0, 1, 300),
+            "key": _of(0, 1, 300),
+            "add_special_tokens": _of(True, False),
+        },
+    ),
 }
-_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2)
 
 
 def draw_stream(draw: Random) -> Stream:
