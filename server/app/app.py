@@ -16,7 +16,6 @@ from starlette.types import Scope
 from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import CachePlanner, cache_routes
 from ropewalk.server.app.embeddings import embedding_routes
-from ropewalk.server.app.explorer import NOTHING, explorer_routes
 from ropewalk.server.app.openai import Serving, openai_routes
 from ropewalk.server.app.operations import Loader, model_routes, operation_routes, position_routes
 from ropewalk.server.app.tokens import token_routes
@@ -109,8 +108,6 @@ def create_app(
     if planners is not None:
         routers.append(cache_routes(serving, planners))
     routers.append(operation_routes(serving, installed("ropewalk"), place))
-    if options.explorer:
-        routers.append(explorer_routes())
     for router in routers:
         app.include_router(router)
     routes = [each for router in routers for each in router.routes if isinstance(each, Route)]
@@ -149,9 +146,8 @@ def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
             "this method is not allowed for this path; see the Allow header",
             ", ".join(sorted(allowed)),
         )
-    if meant is None:
-        return RouteNotFound(NOTHING)
-    return RouteNotFound(f"there is nothing at this path; did you mean {quoted(meant)}?")
+    hint = "see the API in README.md" if meant is None else f"did you mean {quoted(meant)}?"
+    return RouteNotFound(f"there is nothing at this path; {hint}")
 
 
 def _body_limit(models: Models, options: HttpOptions) -> int:

@@ -53,7 +53,7 @@ class Server {
       if (answer.ok) return answer;
       const error = await refusal(answer);
       if (error.status !== 401) throw error;
-      await this.ask(error.message);
+      if (sessionStorage.getItem(KEY) === key) await this.ask(error.message);
     }
   }
 }

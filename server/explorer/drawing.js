@@ -89,3 +89,20 @@ function select(act, options, attributes = {}) {
 function visible(text) {
   return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ /, "·").replace(/ $/, "·") || "∅";
 }
+
+// Runs what takes a while: `node` says so to screen readers, and `halt`, if given, can be pressed
+// meanwhile. work: gets an AbortSignal, which `halt` aborts.
+async function busily(node, halt, work) {
+  const running = new AbortController();
+  const stop = () => running.abort();
+  node.setAttribute("aria-busy", "true");
+  halt.addEventListener("click", stop);
+  halt.disabled = false;
+  try {
+    return await work(running.signal);
+  } finally {
+    node.setAttribute("aria-busy", "false");
+    halt.removeEventListener("click", stop);
+    halt.disabled = true;
+  }
+}

@@ -20,8 +20,7 @@ const LOAD_PROMPTS = ["The storm came up at night, and", "My dear sister, I writ
 
 class Load {
   constructor(root, page) {
-    this.page = page;
-    this.running = null;
+    Object.assign(this, { root, page });
     const number = (act, value, most) => element("input", { type: "number", min: 1, max: most, value, "data-act": act });
     this.concurrent = number("load-concurrent", 8, LOAD_CONCURRENT);
     this.seconds = number("load-seconds", 12, LOAD_SECONDS);
@@ -29,7 +28,7 @@ class Load {
     this.models = element("fieldset", {}, element("legend", {}, "Models, one after another"), page.models.map(({ id }) =>
       element("label", {}, element("input", { type: "checkbox", value: id, checked: true, "data-act": `load-model-${id}` }), id)));
     this.go = button("Start", "load-go", () => this.start(), { class: "main" });
-    this.halt = button("Stop", "load-stop", () => this.running?.abort(), { disabled: true });
+    this.halt = button("Stop", "load-stop", () => {}, { disabled: true });
     this.table = element("tbody");
     const head = (caption, tip, metric) => element("th", { scope: "col", class: "number" }, element("span", { tabindex: 0, "data-tip": tip }, caption),
       metric ? [element("br"), element("a", { href: `${ROOT}metrics`, class: "load-metric" }, `ropewalk_${metric}`)] : []);
@@ -48,27 +47,15 @@ class Load {
   }
 
   start() {
-    return this.page.attempt(async () => {
-      this.running?.abort();
-      const running = (this.running = new AbortController());
+    return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
       const chosen = [...this.models.querySelectorAll("input:checked")].map((box) => box.value);
       const bounded = (input, most) => Math.min(Math.max(1, Math.round(Number(input.value)) || 1), most);
       const [concurrent, seconds, tokens] = [bounded(this.concurrent, LOAD_CONCURRENT), bounded(this.seconds, LOAD_SECONDS), bounded(this.tokens, 256)];
       const rows = chosen.map((id) => new LoadRow(this.page.models.find((model) => model.id === id)));
       fill(this.table, rows.map((row) => row.node));
-      this.halt.disabled = false;
-      this.go.disabled = true;
-      try {
-        for (const row of rows) await row.run(this.page.api, { concurrent, tokens, ms: (1000 * seconds) / rows.length }, running.signal, () => compare(rows));
-        this.page.say("Done.");
-      } finally {
-        this.go.disabled = false;
-        if (this.running === running) {
-          this.running = null;
-          this.halt.disabled = true;
-        }
-      }
-    });
+      for (const row of rows) await row.run(this.page.api, { concurrent, tokens, ms: (1000 * seconds) / rows.length }, signal, () => compare(rows));
+      this.page.say("Done.");
+    }));
   }
 }
 

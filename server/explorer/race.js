@@ -29,8 +29,7 @@ But look! here come more crowds, pacing straight for the water, and seemingly bo
 
 class Race {
   constructor(root, page) {
-    this.page = page;
-    this.running = null;
+    Object.assign(this, { root, page });
     this.prompt = element("textarea", { rows: 2, "data-act": "race-prompt", id: "race-prompt", spellcheck: "false" });
     this.prompt.value = "The ship had been at sea for forty days when";
     this.tokens = element("input", { type: "number", min: 1, max: 1024, value: 64, "data-act": "race-tokens" });
@@ -43,7 +42,7 @@ class Race {
     const limit = page.models[0]?.trained_context ?? page.models[0]?.max_model_len;
     this.go = button("Race", "race-go", () => this.race(false), { class: "main" });
     this.past = button(`Go past ${limit ?? "the trained length"}`, "race-past", () => this.race(true));
-    this.halt = button("Stop", "race-stop", () => this.running?.abort(), { disabled: true });
+    this.halt = button("Stop", "race-stop", () => {}, { disabled: true });
     this.verdict = element("p", { class: "race-verdict", "aria-live": "polite" });
     this.lanes = element("div", { class: "race-lanes" });
     fill(root,
@@ -54,33 +53,22 @@ class Race {
   }
 
   race(past) {
-    return this.page.attempt(async () => {
-      this.running?.abort();
-      const running = (this.running = new AbortController());
-      const { signal } = running;
+    return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
+      const { api, models } = this.page;
       const chosen = [...this.models.querySelectorAll("input:checked")].slice(0, RACE_LANES).map((box) => box.value);
-      const lanes = chosen.map((id) => new Lane(this.page.models.find((model) => model.id === id), past));
+      const lanes = chosen.map((id) => new Lane(models.find((model) => model.id === id), past));
       fill(this.lanes, lanes.map((lane) => lane.node));
       fill(this.verdict, past ? "Reading a long text first, up to the limit…" : "");
-      this.halt.disabled = false;
       const settings = { temperature: Number(this.temperature.value), seed: Number(this.seed.value) };
-      try {
-        const before = await this.page.api.metrics(RACE_METRICS, { signal });
-        await Promise.all(lanes.map((lane) => lane.prepare(this.page.api, this.prompt.value, Number(this.tokens.value), signal)));
-        scaleLanes(lanes);
-        await Promise.all(lanes.map((lane) => lane.run(this.page.api, settings, signal)));
-        const after = await this.page.api.metrics(RACE_METRICS, { signal });
-        const grown = growth(before, after);
-        for (const lane of lanes) lane.settle(grown);
-        scaleLanes(lanes);
-        fill(this.verdict, past ? pastVerdict(lanes) : usualVerdict(lanes));
-      } finally {
-        if (this.running === running) {
-          this.running = null;
-          this.halt.disabled = true;
-        }
-      }
-    });
+      const before = await api.metrics(RACE_METRICS, { signal });
+      await Promise.all(lanes.map((lane) => lane.prepare(api, this.prompt.value, Number(this.tokens.value), signal)));
+      scaleLanes(lanes);
+      await Promise.all(lanes.map((lane) => lane.run(api, settings, signal)));
+      const grown = growth(before, await api.metrics(RACE_METRICS, { signal }));
+      for (const lane of lanes) lane.settle(grown);
+      scaleLanes(lanes);
+      fill(this.verdict, past ? pastVerdict(lanes) : usualVerdict(lanes));
+    }));
   }
 }
 

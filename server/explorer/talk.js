@@ -16,10 +16,9 @@ const TALK_ALTERNATIVES = 5;
 
 class Talk {
   constructor(root, page) {
-    this.page = page;
+    Object.assign(this, { root, page });
     this.runs = [];
     this.chosen = null; // {run, index}
-    this.running = null; // an AbortController
     this.prompt = element("textarea", { rows: 3, "data-act": "talk-prompt", id: "talk-prompt", spellcheck: "false" });
     this.prompt.value = "In the morning the old captain came down to the harbour, and";
     this.form = select("talk-form", [["text", "Completion"], ["chat", "Chat"]]);
@@ -27,7 +26,7 @@ class Talk {
     this.temperature = element("input", { type: "number", min: 0, max: 2, step: 0.1, value: 0.8, "data-act": "talk-temperature" });
     this.seed = element("input", { type: "number", min: 0, max: 999999, value: 1, "data-act": "talk-seed" });
     this.go = button("Write", "talk-go", () => this.begin(), { class: "main" });
-    this.halt = button("Stop", "talk-stop", () => this.running?.abort(), { disabled: true });
+    this.halt = button("Stop", "talk-stop", () => {}, { disabled: true });
     this.rows = element("div", { class: "talk-runs" });
     this.detail = element("aside", { class: "talk-detail", "aria-live": "polite", "aria-label": "The token under the cursor" });
     fill(root,
@@ -39,31 +38,32 @@ class Talk {
   }
 
   begin() {
-    return this.page.attempt(async () => {
+    return this.attempt(async (signal) => {
       const model = this.page.model.id;
       const text = this.prompt.value;
       const asked = this.form.value === "chat" ? { messages: [{ role: "user", content: text }] } : { prompt: text };
-      const found = await this.page.api.post("tokenize", { model, ...asked, return_token_strs: true });
-      await this.write(model, found.tokens, found.token_strs, null);
+      const found = await this.page.api.post("tokenize", { model, ...asked, return_token_strs: true }, { signal });
+      await this.write(model, found.tokens, found.token_strs, null, signal);
     });
   }
 
+  attempt(work) {
+    return this.page.attempt(() => busily(this.root, this.halt, work));
+  }
+
   // parent: the run that this one continues, from its token ids.length - 1 on.
-  async write(model, ids, texts, parent) {
-    this.running?.abort();
-    const running = (this.running = new AbortController());
+  async write(model, ids, texts, parent, signal) {
     const run = { model, ids: [...ids], texts: [...texts], sent: ids.length, tokens: [], parent, usage: null, finish: null };
     run.number = this.runs.push(run);
     run.node = this.row(run);
     this.rows.prepend(run.node.whole);
-    this.halt.disabled = false;
     const body = {
       model, prompt: ids, max_tokens: Number(this.tokens.value), temperature: Number(this.temperature.value),
       seed: Number(this.seed.value), logprobs: TALK_ALTERNATIVES,
     };
     let before = this.page.api.now();
     try {
-      for await (const each of completion(this.page.api, body, running.signal)) {
+      for await (const each of completion(this.page.api, body, signal)) {
         if (each.usage) run.usage = each.usage;
         else if (each.finish) run.finish = each.finish;
         else {
@@ -72,10 +72,6 @@ class Talk {
         }
       }
     } finally {
-      if (this.running === running) {
-        this.running = null;
-        this.halt.disabled = true;
-      }
       this.sum(run);
       if (run.tokens.length && (this.chosen === null || this.chosen.run !== run)) this.choose(run, run.ids.length - 1, false);
     }
@@ -178,19 +174,19 @@ class Talk {
 
   onward() {
     const { run, index } = this.chosen;
-    return this.page.attempt(() => this.write(run.model, run.ids.slice(0, index + 1), run.texts.slice(0, index + 1), run));
+    return this.attempt((signal) => this.write(run.model, run.ids.slice(0, index + 1), run.texts.slice(0, index + 1), run, signal));
   }
 
   // The alternatives come as text; the same question again, with ids for names, says which they are.
   take(rank) {
     const { run, index } = this.chosen;
-    return this.page.attempt(async () => {
+    return this.attempt(async (signal) => {
       const before = run.ids.slice(0, index);
-      const found = await this.page.api.post("v1/completions", { model: run.model, prompt: before, max_tokens: 1, temperature: 0, logprobs: TALK_ALTERNATIVES, return_tokens_as_token_ids: true });
+      const found = await this.page.api.post("v1/completions", { model: run.model, prompt: before, max_tokens: 1, temperature: 0, logprobs: TALK_ALTERNATIVES, return_tokens_as_token_ids: true }, { signal });
       const named = Object.entries(found.choices[0].logprobs.top_logprobs[0]).sort((one, other) => other[1] - one[1]);
       const id = Number(named[rank][0].split(":")[1]);
       const text = run.tokens[index - run.sent].alternatives[rank][0];
-      await this.write(run.model, [...before, id], [...run.texts.slice(0, index), text], run);
+      await this.write(run.model, [...before, id], [...run.texts.slice(0, index), text], run, signal);
     });
   }
 }

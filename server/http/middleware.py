@@ -40,7 +40,6 @@ from ropewalk.server.http.streaming import Drain
 
 # Reachable without a key, and while draining: for load balancers and supervisors.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-KEYLESS = OPEN_PATHS | {"/"}  # the explorer's page holds nothing, and asks for a key
 ANSWERED = frozenset(  # by the engine
     f"/v1/{name}"
     for name in ("completions", "chat/completions", "embeddings", "responses", "messages")
@@ -56,6 +55,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     """The value of a header, None when absent; repeated ones are joined as HTTP prescribes."""
     values = [value for key, value in scope["headers"] if key == name]
     return b", ".join(values) if values else None
+
+
+def wants_page(scope: Scope) -> bool:
+    """Whether a browser asks for the explorer, which holds nothing and asks for a key itself."""
+    asked = scope["method"] == "GET" and scope["path"] == "/"
+    return asked and b"text/html" in (header(scope, b"accept") or b"")
 
 
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
@@ -86,7 +91,7 @@ class Paths:
         for start in range(min(len(parts), _MOST_BEFORE + 1)):
             end = "/" + "/".join(parts[start:])
             for guess in (f"/v1{end}", end):
-                if self.template(guess) is not None:
+                if guess != path and self.template(guess) is not None:
                     return guess
         return None
 
@@ -365,7 +370,8 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
-        if scope["type"] == "http" and scope["path"] not in KEYLESS:
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS or wants_page(scope)
+        if not is_open:
             client, state = self._keys.client(scope), state_of(scope)
             state["client"] = client
             state["salt"] = "" if self._shared else self._salt(client)

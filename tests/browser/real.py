@@ -58,3 +58,10 @@ def until_ready(address: str, server: subprocess.Popen) -> None:
             pass
         time.sleep(0.1)
     raise RuntimeError(f"the server ended with {server.returncode} before it was ready")
+
+
+def standalone(html: str, visit: str) -> str:
+    """The page with a recorded visit in it, which it replays when it is opened from a file."""
+    inside = visit.replace("<", "\\u003c")  # what a browser could take for the script's end
+    data = f'<script type="application/json" id="recording">{inside}</script>\n'
+    return html.replace("<script type=", f"{data}<script type=", 1)
