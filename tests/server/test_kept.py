@@ -556,3 +556,22 @@ def test_an_altered_sequence_is_found_by_nobody_who_sends_its_tokens():
     engine.submit(whole)
     until_idle(engine)
     assert whole.cached == 4, "what comes before the gap is as it was"
+
+
+def test_who_waits_gets_the_tokens_that_were_there_when_it_came():
+    """The sequence has changed before the request's turn: its tokens are computed anew."""
+    engine, manager = make_engine(hidden, **TINY | {"max_seqs": 1})
+    kept = kept_ones(engine, 20)
+    engine.submit(counted("first", 5, max_tokens=3))
+    engine.step()
+    origin = kept.get("seq-0", "")
+    engine.submit(counted("second", 3, origin=origin, max_tokens=9))
+    engine.kept.apply("seq-0", "", Asked(Op.EVICT_RENUMBER, first=4, count=8))
+    while "second" not in manager.sequences:
+        engine.step()
+    (request,) = engine._scheduler.running
+    assert request.cached == 20 - 20 % 4, "its prefix is still published"
+    blocks = torch.tensor(manager.table("second").blocks)
+    stored = engine._kv.layer(0).keys[blocks][..., 0, 0].flatten()[: manager.computed("second")]
+    assert stored.tolist() == request.tokens[: manager.computed("second")]
+    until_idle(engine)
