@@ -18,6 +18,7 @@ from ropewalk.server.app.openai import SCHEMAS
 from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
+from ropewalk.server.openai import kept_bodies
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
 from ropewalk.server.openai.schemas import BODIES
 from ropewalk.server.translators.messages_body import CountBody, MessagesBody
@@ -28,6 +29,8 @@ _NULL = {"type": "null"}
 _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
 _WITH_BODY = (413, 415)
 _OF_ENGINE = (429, 504)
+_OF_KEPT = (403, 409)  # of what keeps sequences or continues them
+_KEPT, _KEEPING = "/v1/cache/sequences", ("/v1/completions", "/v1/chat/completions")
 _TEXT = {"type": "string"}
 _MESSAGES_ERROR = {
     "type": "object",
@@ -60,7 +63,13 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    bodies: tuple[type[BaseModel], ...] = (*BODIES, ResponsesBody, MessagesBody, CountBody)
+    bodies: tuple[type[BaseModel], ...] = (
+        *BODIES,
+        *kept_bodies.BODIES,
+        ResponsesBody,
+        MessagesBody,
+        CountBody,
+    )
     about = get_openapi(
         title=app.title,
         version=app.version,
@@ -73,7 +82,8 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
     schemas: dict[str, Any] = {name: _nullable(each) for name, each in defined["$defs"].items()}
     for body in bodies:
         fields = schemas[body.__name__]["properties"]
-        fields |= {"model": {"enum": [*names, None]}, **_also_accepted(body)}
+        known = {"model": {"enum": [*names, None]}} if "model" in body.model_fields else {}
+        fields |= {**known, **_also_accepted(body)}
     codes = error_codes()
     schemas["Error"] = _error(sorted({code for each in codes.values() for code in each}))
     schemas["MessagesError"] = _MESSAGES_ERROR
@@ -86,7 +96,10 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
             if needs_key:
                 operation["security"] = [{"key": []}]
             statuses = [*_ANYWHERE, *(_WITH_BODY if method == "post" else ())]
-            statuses += [*(_OF_ENGINE if path in ANSWERED else ()), *([401] if needs_key else ())]
+            kept = path.startswith(_KEPT)
+            statuses += [*(_OF_ENGINE if kept or path in ANSWERED else ())]
+            statuses += [*(_OF_KEPT if kept or path in _KEEPING else ())]
+            statuses += [401] if needs_key else []
             operation["responses"] = {"200": operation["responses"]["200"]} | {
                 str(status): _refused(codes[status], path) for status in sorted(statuses)
             }

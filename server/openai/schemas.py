@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ropewalk.server.errors import InvalidField, MissingField
+from ropewalk.server.errors import InvalidField, MissingField, UnsupportedField
 from ropewalk.server.structured.fields import StructuredFields, asked_form
 from ropewalk.server.structured.grammar import Grammar
 
@@ -53,11 +53,12 @@ Count = Annotated[int, Field(ge=1, lt=2**31), _WHOLE]
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
 MaxTokens = Annotated[int, Field(ge=AS_MANY_AS_FIT, lt=2**31), _WHOLE]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE]
+SequenceId = Annotated[str, Field(pattern="^seq-[0-9a-f]{32}$")]
 CacheSalt = Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,128}$")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 
 
-def _prompt_form(value: Any) -> str | None:
+def prompt_form(value: Any) -> str | None:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, str):
         return "text" if first is value else "texts"
@@ -76,7 +77,7 @@ Prompt = Annotated[
     | Annotated[
         list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")
     ],
-    Discriminator(_prompt_form),
+    Discriminator(prompt_form),
 ]
 
 
@@ -136,17 +137,17 @@ Biases = Annotated[
 ]
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(StructuredFields, _Strict):
+class GenerationBody(StructuredFields, Strict):
     """What completions and chat share."""
 
     model: str | None = None
@@ -173,6 +174,7 @@ class GenerationBody(StructuredFields, _Strict):
     priority: Priority = 0
     overflow: Literal["refuse", "shift", "slide"] = "refuse"
     cache_salt: CacheSalt | None = None
+    keep: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -203,6 +205,12 @@ class GenerationBody(StructuredFields, _Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidField("stream_options needs stream to be true", "stream_options")
+        if self.keep and (self.n > 1 or wanted == 0):
+            raise InvalidField(
+                "keep is possible for one answer of at least one token; leave n out, and request "
+                "1 or more",
+                "keep",
+            )
         if wanted == 0 and not self.echo:
             name = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
             raise InvalidField(
@@ -217,6 +225,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     logprobs: Logprobs | None = None
     add_special_tokens: bool = True
+    sequence: SequenceId | None = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -236,10 +245,18 @@ class CompletionBody(GenerationBody):
                 f"send at most {MAX_PROMPTS} at once",
                 "prompt",
             )
+        for name in ("sequence", "keep"):
+            if getattr(self, name) and count > 1:
+                raise InvalidField(f"{name} is possible with one prompt; send one", name)
+        for name in ("echo", "cache_salt"):
+            if self.sequence is not None and getattr(self, name):
+                raise UnsupportedField(
+                    f"{name} cannot be combined with sequence; leave one of them out", name
+                )
         return self
 
 
-class EmbeddingBody(_Strict):
+class EmbeddingBody(Strict):
     input: Prompt
     model: str | None = None
     dimensions: Count | None = None
@@ -255,7 +272,7 @@ class EmbeddingBody(_Strict):
         return several(self.input)
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None  # prefixes are cached without being marked
@@ -280,13 +297,13 @@ Content = Annotated[
 FunctionName = Annotated[str, Field(pattern=r"\A[A-Za-z0-9_.:/-]{1,128}\z")]
 
 
-class CalledFunction(_Strict):
+class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: str = ""
     parsed_arguments: Any = None  # the openai package's own reading of them
 
 
-class ToolCall(_Strict):
+class ToolCall(Strict):
     """One that an answer had, as clients send it back."""
 
     id: Annotated[str, Field(max_length=256)] = ""
@@ -295,7 +312,7 @@ class ToolCall(_Strict):
     index: int | None = None  # of a streamed one
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
     type: Literal["text"] = "text"  # lm-eval adds it to every message
@@ -350,7 +367,7 @@ Messages = Annotated[
 ]
 
 
-class Function(_Strict):
+class Function(Strict):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -365,7 +382,7 @@ class Function(_Strict):
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-class Tool(_Strict):
+class Tool(Strict):
     type: Literal["function"]
     function: Function
     cache_control: dict[str, Any] | None = None
@@ -383,11 +400,11 @@ class Tool(_Strict):
         }
 
 
-class FunctionChoice(_Strict):
+class FunctionChoice(Strict):
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(Strict):
     type: Literal["function"]
     function: FunctionChoice
 
@@ -418,7 +435,7 @@ def _free_names(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-class TemplateBody(_Strict):
+class TemplateBody(Strict):
     """Variables for the chat template. One that the template does not read changes nothing."""
 
     add_generation_prompt: bool = True
@@ -505,12 +522,12 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     model: str | None = None
     tokens: Annotated[list[TokenId], _FAIL_FAST]
 
 
-class CachePlanBody(_Strict):
+class CachePlanBody(Strict):
     """An operation of cache/types.py on `tokens` tokens. Its fields: FIELDS in app/cache.py."""
 
     model: str | None = None
@@ -521,7 +538,7 @@ class CachePlanBody(_Strict):
     offset: Count | None = None
 
 
-class ModelBody(_Strict):
+class ModelBody(Strict):
     """Which model to load or to unload."""
 
     model: str | None = None
