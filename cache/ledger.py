@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import reduce
+from hashlib import blake2b
 from itertools import compress, islice
 from typing import NamedTuple
 
@@ -258,6 +259,13 @@ class Ledger:
         """Drop the seals of `blocks`, which are to be overwritten or are out of use."""
         for block in blocks:
             self._sealed.pop(block, None)
+
+    def sums(self, blocks: Sequence[int]) -> list[str]:
+        """A checksum of each block as it is now, full or not, whether or not anything is sealed."""
+        if not blocks:
+            return []
+        folded = self._checksums.of(blocks).cpu().numpy()
+        return [blake2b(each.tobytes(), digest_size=8).hexdigest() for each in folded]
 
     def drain(self) -> LedgerCounts:
         """What was done and found since the last call."""

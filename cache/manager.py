@@ -228,6 +228,12 @@ class CacheManager:
                 self._keeper.withdraw(block)
         self._blocks.give_back(seq, sequence.blocks, sequence.bases)
 
+    def rename(self, seq: str, name: str) -> None:
+        """What `seq` holds is `name`'s from now on."""
+        if name in self._sequences:
+            raise ValueError(f"the sequence {name!r} exists already")
+        self._sequences[name] = self._sequences.pop(seq)
+
     def shared(self, seq: str, index: int) -> bool:
         """Whether other sequences also hold block number `index` of `seq`."""
         return self._pool.refs(self._sequences[seq].blocks[index]) > 1

@@ -84,6 +84,7 @@ class HttpOptions:
     allowed_hosts: frozenset[str] = frozenset()  # Host headers served; empty: all
     allowed_origins: frozenset[str] = frozenset()  # of web pages that may read answers
     share_prefixes: bool = False  # between API keys: one can find out what another sent
+    operator_routes: bool = True  # whether requests may change what caches keep
     access_log: bool = True  # a line for every request, not only for refused ones
     max_body_bytes: int | None = None  # None: by the longest context
     root_path: str = ""  # below which a proxy publishes the server
@@ -270,6 +271,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             ),
             allowed_origins=frozenset(values["allowed_origin"]),
             share_prefixes=values["share_prefixes"],
+            operator_routes=_operator_routes(values),
             access_log=values["access_log"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
@@ -289,6 +291,13 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
     )
     _check(config)
     return config
+
+
+def _operator_routes(values: Mapping[str, Any]) -> bool:
+    """auto: for whoever alone can reach the server, which is on their own machine."""
+    own = not values["uds"] and is_loopback(values["host"])
+    open_to_all = not (values["api_key"] or values["api_key_file"])
+    return {"on": True, "off": False, "auto": own and open_to_all}[values["operator_routes"]]
 
 
 def _events(values: Mapping[str, Any]) -> EventOptions | None:

@@ -8,9 +8,10 @@ ServeError               answers a request: status, type, code, and a reason for
 │   │   ├── InvalidBody, DuplicateKey, UnknownField, MissingField, BadRequest
 │   │   ├── UnsupportedField
 │   │   └── PromptTooLong
-│   └── FormFailed 400, WrongOrigin 400, Unauthorized 401, ModelNotFound 404, RouteNotFound 404,
-│       MethodNotAllowed 405, ReceiveTimeout 408, BodyTooLarge 413, UnsupportedMedia 415,
-│       WrongHost 421, HeadersTooLarge 431
+│   └── FormFailed 400, WrongOrigin 400, Unauthorized 401, OperatorRoutesOff 403,
+│       ModelNotFound 404, RouteNotFound 404, SequenceNotFound 404, MethodNotAllowed 405,
+│       ReceiveTimeout 408, ImpossibleOperation 409, SequenceBusy 409, BodyTooLarge 413,
+│       UnsupportedMedia 415, WrongHost 421, HeadersTooLarge 431
 ├── QueueFull            429
 │   └── QueueTime        429
 ├── RequestFailed        500: this request alone, inside the engine, which counts it
@@ -162,6 +163,13 @@ class Unauthorized(InvalidRequest):
     extra_headers: ClassVar[Headers] = [(b"www-authenticate", b"Bearer")]
 
 
+class OperatorRoutesOff(InvalidRequest):
+    """What changes the server's state, where that is not for whoever can send requests."""
+
+    status = 403
+    code = "operator_routes_off"
+
+
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"
@@ -171,6 +179,25 @@ class ModelNotFound(InvalidRequest):
 class RouteNotFound(InvalidRequest):
     status = 404
     code = "not_found"
+
+
+class SequenceNotFound(InvalidRequest):
+    """No sequence is kept under that id for this client."""
+
+    status = 404
+    code = "sequence_not_found"
+
+
+class ImpossibleOperation(InvalidRequest):
+    """The model's encoding, or how the sequence is stored, rules it out; the message says why."""
+
+    status = 409
+    code = "impossible_operation"
+
+
+class SequenceBusy(InvalidRequest):
+    status = 409
+    code = "sequence_busy"
 
 
 class MethodNotAllowed(InvalidRequest):

@@ -6,10 +6,10 @@ only the context. Times are estimated from the time that a model's first steps t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +23,17 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
 from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, names
 from ropewalk.server.app.openai import Serving, accepts
-from ropewalk.server.engine.cache_view import CacheView, RequestView, SequenceView
+from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView, SequenceView
 from ropewalk.server.engine.openmp import aside
 from ropewalk.server.engine.warm_up import Speed
-from ropewalk.server.errors import DeadlineExceeded, InvalidField, MissingField
+from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import CachePlanBody
 from ropewalk.server.openai.served_models import Served
 
 if TYPE_CHECKING:
+    from ropewalk.server.app.sequences import Sequences
     from ropewalk.server.app.watching import Watch
 
 _EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -95,27 +96,53 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
         answer = await aside(planner.answer, question)
         return JSONResponse({"model": served.name, **answer})
 
+    sequences: list[Sequences] = []
+
+    async def kept() -> "Sequences":
+        """Imported when it is first asked for, by few servers."""
+        if not sequences:
+            module = await asyncio.to_thread(import_module, "ropewalk.server.app.sequences")
+            sequences.append(module.Sequences(serving, planners))
+        return sequences[0]
+
+    path = "/v1/cache/sequences"
+
+    @router.post(path, **accepts("KeepBody"))
+    async def keep(request: Request) -> Response:
+        """Computes a prompt and keeps its entries in the cache, under an id."""
+        return await (await kept()).keep(request)
+
+    @router.get(path, response_model=None)
+    async def sequences_kept(request: Request, model: str | None = None) -> Response:
+        """Kept sequences: their blocks, their positions, and when they expire."""
+        return await (await kept()).all(request, model)
+
+    @router.get(f"{path}/{{id}}", response_model=None)
+    async def sequence(request: Request, id: str, model: str | None = None) -> Response:
+        """One of them, with a checksum of each of its full blocks."""
+        return await (await kept()).one(request, id, model)
+
+    @router.delete(f"{path}/{{id}}", response_model=None)
+    async def drop(request: Request, id: str, model: str | None = None) -> Response:
+        """Gives up a kept sequence."""
+        return await (await kept()).drop(request, id, model)
+
+    @router.post(f"{path}/{{id}}/operations", **accepts("OperationBody"))
+    async def operate(request: Request, id: str, model: str | None = None) -> Response:
+        """Appends to a kept sequence, forks or shortens it, or moves a part; and what that took."""
+        return await (await kept()).operate(request, id, model)
+
     return router
 
 
 async def _view(serving: Serving, model: str) -> CacheView:
-    async with _patience(serving):
+    async with serving.patience():
         return await serving.engine.cache_view(model)
 
 
 async def _flushed(serving: Serving, model: str) -> int:
-    async with _patience(serving):
+    async with serving.patience():
         return await serving.engine.flush(model)
-
-
-@asynccontextmanager
-async def _patience(serving: Serving) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded when the engine does not answer in time."""
-    try:
-        async with asyncio.timeout(serving.options.request_timeout_s):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded("the engine is still busy with a step; try again later") from None
 
 
 def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[str, object]:
@@ -129,6 +156,7 @@ def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[
         "max_context": served.max_context,
         **counts(view),
         "requests": [described_request(request) for request in view.running],
+        "kept": [described_kept(kept) for kept in view.kept],
         "shared": shared(view),
     }
 
@@ -166,6 +194,10 @@ def described_request(request: RequestView) -> dict[str, object]:
         **_sequence(request.stored),
         "source": None if request.source is None else _sequence(request.source),
     }
+
+
+def described_kept(kept: KeptView) -> dict[str, object]:
+    return {"id": kept.id, "known_tokens": kept.known, **_sequence(kept.stored)}
 
 
 def _sequence(sequence: SequenceView) -> dict[str, object]:
@@ -220,7 +252,8 @@ class CachePlanner:
         self._max_context = max_context
         self._speed = speed
         self._own = Candidate(shape.encoding.name, encoding, own=True)
-        self.bytes_per_token = self._trial({}).kv.bytes_per_token
+        kv = self._trial({}).kv
+        self.bytes_per_token, self.entries_per_token = kv.bytes_per_token, kv.entries_per_token
 
     @cached_property
     def _candidates(self) -> list[Candidate]:

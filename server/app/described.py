@@ -18,6 +18,7 @@ from ropewalk.server.app.openai import SCHEMAS
 from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
+from ropewalk.server.openai import kept_bodies
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
 from ropewalk.server.openai.positions_body import ExplainBody
 from ropewalk.server.openai.schemas import BODIES
@@ -61,8 +62,8 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    of_others = (ResponsesBody, MessagesBody, CountBody)
-    bodies: tuple[type[BaseModel], ...] = (*BODIES, ExplainBody, *of_others)
+    bodies: list[type[BaseModel]] = [*BODIES, *kept_bodies.BODIES, ExplainBody]
+    bodies += [ResponsesBody, MessagesBody, CountBody]
     about = get_openapi(
         title=app.title,
         version=app.version,
@@ -75,7 +76,8 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
     schemas: dict[str, Any] = {name: _nullable(each) for name, each in defined["$defs"].items()}
     for body in bodies:
         fields = schemas[body.__name__]["properties"]
-        fields |= {"model": {"enum": [*names, None]}, **_also_accepted(body)}
+        known = {"model": {"enum": [*names, None]}} if "model" in body.model_fields else {}
+        fields |= {**known, **_also_accepted(body)}
     codes = error_codes()
     schemas["Error"] = _error(sorted({code for each in codes.values() for code in each}))
     schemas["MessagesError"] = _MESSAGES_ERROR

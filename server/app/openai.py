@@ -8,8 +8,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from json import dumps
@@ -26,6 +26,7 @@ from ropewalk.server.errors import (
     DeadlineExceeded,
     InternalError,
     ModelNotLoaded,
+    OperatorRoutesOff,
     RequestFailed,
     ServeError,
     ShuttingDown,
@@ -56,6 +57,7 @@ from ropewalk.server.openai.requests import (
 )
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from ropewalk.server.openai.served_models import Models, Served
+from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.scheduling.request import FinishReason
 from ropewalk.server.scheduling.request import Request as EngineRequest
 
@@ -126,6 +128,23 @@ class Serving:
         held = state_of(request.scope)["held"]
         return [await self.models.hold(served.name, held) for served in list(self.models)]
 
+    async def continued(self, request: Request, model: str, id_: str) -> Kept:
+        """A kept sequence of who sent the request, after which tokens may come."""
+        client = state_of(request.scope).get("client", "")
+        async with self.patience():
+            return await self.engine.ask(model, lambda engine: engine.continued(id_, client))
+
+    @asynccontextmanager
+    async def patience(self) -> AsyncIterator[None]:
+        """Raises DeadlineExceeded when the engine does not answer in time."""
+        try:
+            async with asyncio.timeout(self.options.request_timeout_s):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(
+                "the engine is still busy with a step; try again later"
+            ) from None
+
     async def answer(
         self,
         request: Request,
@@ -134,6 +153,8 @@ class Serving:
         prompts: Sequence[Prompt],
         wire: Wire,
     ) -> "Generation":
+        if body.keep:
+            require_operator(self.options)
         state = state_of(request.scope)
         salt = combined_salt(state.get("salt", ""), body.cache_salt)
         client = state.get("client", "")
@@ -152,7 +173,11 @@ def openai_routes(serving: Serving) -> APIRouter:
         """Continues prompts, which are texts or token ids."""
         body = await body_of(request, CompletionBody)
         served = await serving.find(request, body.model)
-        prompts = await completion_prompts(body, served)
+        origin = None
+        if body.sequence is not None:
+            require_operator(serving.options)
+            origin = await serving.continued(request, served.name, body.sequence)
+        prompts = await completion_prompts(body, served, origin)
         wire = CompletionWire(_id("cmpl"), served.name, int(time.time()), _token_ids(body))
         return await serving.answer(request, body, served, prompts, wire)
 
@@ -177,6 +202,15 @@ def openai_routes(serving: Serving) -> APIRouter:
         return JSONResponse(described(serving.models, name))
 
     return router
+
+
+def require_operator(options: HttpOptions) -> None:
+    """Raises OperatorRoutesOff where whoever can send requests may not change the cache."""
+    if not options.operator_routes:
+        raise OperatorRoutesOff(
+            "this changes what the server's cache keeps, which --operator-routes does not allow "
+            "here; start the server with --operator-routes on"
+        )
 
 
 def _id(prefix: str) -> str:

@@ -8,11 +8,12 @@ it takes for them, and for writing what they found, to cost next to nothing.
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from json import dumps
 from logging import getLogger
+from typing import TypeVar
 
 import numpy as np
 from fastapi import Request, Response
@@ -20,9 +21,16 @@ from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
 from ropewalk.cache.manager import PoolView
-from ropewalk.server.app.cache import CachePlanner, counts, described, described_request, shared
+from ropewalk.server.app.cache import (
+    CachePlanner,
+    counts,
+    described,
+    described_kept,
+    described_request,
+    shared,
+)
 from ropewalk.server.app.openai import EngineResponse, Serving
-from ropewalk.server.engine.cache_view import CacheView, RequestView
+from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView
 from ropewalk.server.errors import InternalError, ModelNotLoaded, QueueFull, ServeError
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
@@ -36,6 +44,8 @@ NEAR = 8  # unchanged blocks between two runs that are cheaper to send than to l
 MANY = 8192  # blocks in tables, which take some milliseconds to write
 
 log = getLogger(__name__)
+
+T = TypeVar("T", RequestView, KeptView)
 
 
 async def cache_stream(
@@ -240,31 +250,30 @@ def changes(before: Look, after: Look) -> Iterator[tuple[str, object]]:
             yield name, value
     if old.shared != new.shared:
         yield "shared", shared(new)
-    were = {request.id: request for request in old.running}
-    are = {request.id: request for request in new.running}
-    gone: dict[str, object] = {name: None for name in were if name not in are}
-    kept = {
-        name: {"kind": "request", **fields}
-        for name, request in are.items()
-        if (fields := _fields(were.get(name), request))
-    }
-    if gone or kept:
-        yield "sequences", gone | kept
-    if [*(name for name in were if name in are), *(name for name in are if name not in were)] != [
-        *are
-    ]:
-        yield "order", [*are]  # one that made room came back, between two looks
+    sequences, order = _changed("request", old.running, new.running, described_request)
+    of_kept = _changed("kept", old.kept, new.kept, described_kept)
+    if sequences or of_kept[0]:
+        yield "sequences", sequences | of_kept[0]
+    if order or of_kept[1]:
+        yield "order", order | of_kept[1]
 
 
-def _fields(before: RequestView | None, after: RequestView) -> dict[str, object]:
-    """Those of an entry's request that changed."""
-    if before == after:
-        return {}
-    new = described_request(after)
-    if before is None:
-        return new
-    old = described_request(before)
-    return {name: value for name, value in new.items() if value != old[name]}
+def _changed(
+    kind: str, before: Sequence[T], after: Sequence[T], described: Callable[[T], dict[str, object]]
+) -> tuple[dict[str, object], dict[str, list[str]]]:
+    """Fields that changed, by id; and the ids in order where that is not what follows from them."""
+    were = {view.id: view for view in before}
+    are = {view.id: view for view in after}
+    found: dict[str, object] = {name: None for name in were if name not in are}
+    for name, view in are.items():
+        old = were.get(name)
+        if old != view:
+            known = {} if old is None else described(old)
+            fields = described(view).items()
+            new = {field: value for field, value in fields if old is None or known[field] != value}
+            found[name] = {"kind": kind, **new}
+    follows = [name for name in were if name in are] + [name for name in are if name not in were]
+    return found, {} if follows == [*are] else {kind: [*are]}
 
 
 def _runs(before: NDArray[np.uint8], after: NDArray[np.uint8]) -> list[tuple[int, str]]:

@@ -337,6 +337,13 @@ SETTINGS: tuple[Variable, ...] = (
         default=False,
     ),
     _http(
+        "--operator-routes",
+        "whether requests may keep sequences in the cache and operate on them; auto: on a loopback "
+        "address without API keys",
+        choice("auto", "on", "off"),
+        "auto",
+    ),
+    _http(
         "--max-body",
         "largest request body: 512K, 4M",
         auto(SIZE),

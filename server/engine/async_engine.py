@@ -1,8 +1,8 @@
 """The asyncio side of the one engine thread: submit, iterate, abort, supervise.
 
 The thread steps every model's engine in turn and owns all their state. Commands reach it
-through one inbox, events come back through one callback on the event loop per step. Requests
-for a view of a cache go through the same inbox and are answered with plain data.
+through one inbox, events come back through one callback on the event loop per step. Questions
+about a cache go through the same inbox and are answered with plain data.
 """
 
 import asyncio
@@ -65,15 +65,13 @@ class _Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    model: str
-    answer: "asyncio.Future[CacheView]"  # touched by the event loop only
+class _Question:
+    """`changes`: it is put before a step of the model, which counts what it did, and else after."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Flush:
     model: str
-    answer: "asyncio.Future[int]"  # touched by the event loop only
+    put: Callable[[Engine], object]
+    changes: bool
+    answer: "asyncio.Future[Any]"  # touched by the event loop only
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,7 @@ class _Put:
     answer: "asyncio.Future[None]"  # touched by the event loop only
 
 
-_Command = _Submit | _Abort | _Look | _Flush | _Put
+_Command = _Submit | _Abort | _Question | _Put
 
 
 class AsyncEngine:
@@ -241,16 +239,23 @@ class AsyncEngine:
 
     async def cache_view(self, model: str) -> CacheView:
         """A model's cache as it is between two steps. Raises ServeError when that fails."""
-        answer: asyncio.Future[CacheView] = asyncio.get_running_loop().create_future()
-        return await self._ask(_Look(model, answer), answer)
+        return await self.ask(model, lambda engine: engine.view())
 
     async def flush(self, model: str) -> int:
         """Drop a model's cached blocks that no request holds; returns how many.
 
         By the time this returns, `observe` has seen them counted. Raises ServeError.
         """
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        return await self._ask(_Flush(model, answer), answer)
+        return await self.ask(model, lambda engine: engine.flush(), changes=True)
+
+    async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
+        """What `question` returns or raises of a model's engine, on its thread, between two steps.
+
+        changes: whether it does more than look. By the time this returns, `observe` has then seen
+        what it did counted. Raises ServeError besides.
+        """
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        return await self._ask(_Question(model, question, changes, answer), answer)
 
     async def add(self, model: str, engine: Engine) -> None:
         """From now on requests for the model go to this engine. Raises ServeError."""
@@ -267,7 +272,7 @@ class AsyncEngine:
         left = [name for name, part in self._parts.items() if part.stream.model == model]
         self._dispatch([_ended(name, _unloaded(model)) for name in left])
 
-    async def _ask(self, question: _Look | _Flush | _Put, answer: "asyncio.Future[T]") -> T:
+    async def _ask(self, question: _Question | _Put, answer: "asyncio.Future[T]") -> T:
         self._require_running()
         self._asked.add(answer)
         self._post(question)
@@ -343,11 +348,13 @@ class AsyncEngine:
                 return False
             commands, self._inbox = self._inbox, []
         self._step_began = time.monotonic()
-        touched = {command.model for command in commands if not isinstance(command, _Look)}
-        changes = [command for command in commands if isinstance(command, _Submit | _Abort | _Put)]
-        refused = [event for command in changes if (event := self._apply(command))]
-        flushes = [command for command in commands if isinstance(command, _Flush)]
-        flushed = [self._flush(command.model) for command in flushes]
+        questions = [command for command in commands if isinstance(command, _Question)]
+        looks = [question for question in questions if not question.changes]
+        changes = [question for question in questions if question.changes]
+        others = [command for command in commands if not isinstance(command, _Question)]
+        touched = {command.model for command in (*others, *changes)}
+        refused = [event for command in others if (event := self._apply(command))]
+        changed = [self._outcome(question) for question in changes]
         if refused:
             self._call(self._dispatch, refused)
         for model, engine in self._engines.items():
@@ -358,11 +365,10 @@ class AsyncEngine:
                     self._call(self._dispatch, step.events)
                 self._outlooks[model] = step.stats.outlook
                 self._observe(model, step.stats)
-        for flush, count in zip(flushes, flushed, strict=True):
-            self._call(_settle, flush.answer, count)
-        for command in commands:
-            if isinstance(command, _Look):
-                self._look(command)
+        for question, outcome in zip(changes, changed, strict=True):
+            self._call(_settle, question.answer, outcome)
+        for question in looks:
+            self._call(_settle, question.answer, self._outcome(question))
         self._step_began = None
         return True
 
@@ -406,20 +412,17 @@ class AsyncEngine:
         self._stepped[model] = time.monotonic()
         self._call(_settle, command.answer, None)
 
-    def _flush(self, model: str) -> int | ServeError:
-        engine = self._engines.get(model)
-        return _unloaded(model) if engine is None else engine.flush()
-
-    def _look(self, command: _Look) -> None:
+    def _outcome(self, question: _Question) -> object:
+        engine = self._engines.get(question.model)
+        if engine is None:
+            return _unloaded(question.model)
         try:
-            engine = self._engines.get(command.model)
-            view = _unloaded(command.model) if engine is None else engine.view()
-        except Exception:  # a failed view must not end the thread
-            log.exception("a cache could not be inspected")
-            error = RequestFailed("The cache could not be inspected.")
-            self._call(_settle, command.answer, error)
-        else:
-            self._call(_settle, command.answer, view)
+            return question.put(engine)
+        except ServeError as error:
+            return error
+        except Exception:  # one question that fails must not end the thread
+            log.exception("a question about a cache could not be answered")
+            return RequestFailed("The cache could not be inspected.")
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None, "start() comes first"

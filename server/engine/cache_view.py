@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.manager import BlockCounts, CacheManager, PoolView
 from ropewalk.cache.types import Audit
+from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.scheduling.request import Overflow, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 
@@ -36,6 +37,15 @@ class RequestView:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptView:
+    """A kept sequence."""
+
+    id: str
+    known: int  # tokens
+    stored: SequenceView
+
+
+@dataclass(frozen=True, slots=True)
 class AuditView:
     """Blocks that have a seal now; and sealed, verified and found changed since the start."""
 
@@ -53,6 +63,7 @@ class CacheView:
     pool: PoolView
     blocks: BlockCounts
     running: tuple[RequestView, ...]  # oldest first
+    kept: tuple[KeptView, ...]  # least recently used first
     waiting: int
     shared: Mapping[int, tuple[str, ...]]
     audit: AuditView
@@ -68,6 +79,7 @@ def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> Cache
         pool=pool,
         blocks=manager.counts(),
         running=tuple(_request(manager, request) for request in scheduler.running),
+        kept=tuple(_kept(manager, kept) for kept in scheduler.kept.all()),
         waiting=len(scheduler.waiting),
         shared=_shared(manager, pool),
         audit=audit,
@@ -82,12 +94,17 @@ def _request(manager: CacheManager, request: Request) -> RequestView:
         known=len(request.tokens),
         dropped=request.dropped,
         overflow=request.overflow,
-        stored=_sequence(manager, request.id),
-        source=_sequence(manager, request.encoded) if request.source else None,
+        stored=stored_as(manager, request.id),
+        source=stored_as(manager, request.encoded) if request.source else None,
     )
 
 
-def _sequence(manager: CacheManager, name: str) -> SequenceView:
+def _kept(manager: CacheManager, kept: Kept) -> KeptView:
+    return KeptView(kept.id, len(kept.tokens), stored_as(manager, kept.id))
+
+
+def stored_as(manager: CacheManager, name: str) -> SequenceView:
+    """What a sequence of that name has stored."""
     table = manager.table(name)
     return SequenceView(tuple(table.blocks), tuple(table.bases), manager.computed(name))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from logging import getLogger
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from ropewalk.server.engine.cache_view import CacheView, view
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.statistics import Forecast, PositionMeter, Statistics
 from ropewalk.server.errors import NumericalError, RequestFailed, ServeError
+from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.scheduling.request import (
     Outlook,
     PassTimes,
@@ -38,6 +40,9 @@ from ropewalk.server.scheduling.request import (
     Work,
 )
 from ropewalk.server.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ropewalk.server.engine.kept_cache import KeptCache
 
 log = getLogger(__name__)
 
@@ -121,6 +126,17 @@ class Engine:
     def view(self) -> CacheView:
         """A snapshot of the cache and of who holds its blocks, between two steps."""
         return view(self._manager, self._scheduler, self._auditor.view())
+
+    @cached_property
+    def kept(self) -> "KeptCache":
+        """The kept sequences, for the engine's thread between two steps."""
+        from ropewalk.server.engine.kept_cache import KeptCache
+
+        return KeptCache(self._manager, self._scheduler.kept, self._auditor.ledger)
+
+    def continued(self, id_: str, client: str) -> Kept:
+        """A kept sequence to which tokens may be added. Raises SequenceNotFound and the like."""
+        return self._scheduler.kept.to_continue(id_, client)
 
     def flush(self) -> int:
         """Drop cached blocks that no request holds; returns how many. The next step counts them."""

@@ -49,6 +49,11 @@ class Auditor:
         self._counts = AuditCounts()
         self._ever = _NOTHING
 
+    @property
+    def ledger(self) -> Ledger:
+        """What takes checksums."""
+        return self._ledger
+
     def view(self) -> AuditView:
         """What was done and found since the start."""
         ever, mode = self._ever, self._ledger.mode

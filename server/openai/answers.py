@@ -269,7 +269,7 @@ class CompletionWire(_Frame):
             ids = f',"prompt_token_ids":{prompt},"token_ids":{dumps(piece.tokens)}'
         return (
             f'{self.choice_head}{choice.index},"text":{dumps(piece.text)},"logprobs":{scores},'
-            f"{_ending(piece)}{ids}}}]{usage}}}\n\n"
+            f"{_ending(piece)}{ids}}}]{usage}{_kept_end(choice, piece)}}}\n\n"
         )
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
@@ -290,6 +290,7 @@ class CompletionWire(_Frame):
                 "object": "text_completion",
                 "choices": choices,
                 "usage": usage.plain(),
+                **_kept(done[0][0]),
             }
         )
 
@@ -331,7 +332,8 @@ class ChatWire(_Frame):
         head = f'{self.choice_head}{choice.index},"delta":'
         none = f'"logprobs":null,{_ending(Piece())}}}]{usage}}}\n\n'
         return "".join(f"{head}{dumps(part)},{none}" for part in parts) + (
-            f'{head}{dumps(last)},"logprobs":{scores},{_ending(piece)}{ids}}}]{usage}}}\n\n'
+            f'{head}{dumps(last)},"logprobs":{scores},{_ending(piece)}{ids}}}]{usage}'
+            f"{_kept_end(choice, piece)}}}\n\n"
         )
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
@@ -354,11 +356,24 @@ class ChatWire(_Frame):
                 "choices": choices,
                 "usage": usage.plain(),
                 **prompt,
+                **_kept(done[0][0]),
             }
         )
 
     def _scores(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         return chat_scores(choice.tokenizer, piece.scored, as_ids=self.ids.for_scored)
+
+
+def _kept(choice: Choice) -> dict[str, str]:
+    """The id under which an answer is kept; only single ones are."""
+    return {"sequence": choice.request.keep} if choice.request.keep else {}
+
+
+def _kept_end(choice: Choice, piece: Piece) -> str:
+    """The same behind the last chunk's choices."""
+    if not (choice.request.keep and piece.finish):
+        return ""
+    return f',"sequence":{dumps(choice.request.keep)}'
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

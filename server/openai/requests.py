@@ -27,6 +27,7 @@ from ropewalk.server.openai.schemas import (
 )
 from ropewalk.server.openai.scores import spell_prompt
 from ropewalk.server.openai.served_models import Served
+from ropewalk.server.scheduling.kept import Kept, new_id
 from ropewalk.server.scheduling.request import Overflow, Request, check_length
 from ropewalk.server.structured.compiler import Compiled
 from ropewalk.server.structured.grammar import Grammar, Kind
@@ -44,15 +45,21 @@ RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others inclu
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what echo repeats; None without echo. `thinking`: it ends within reasoning."""
+    """`text` is what echo repeats; None without echo. `thinking`: it ends within reasoning.
+
+    `origin`: a kept sequence, whose tokens are the first.
+    """
 
     tokens: list[int]
     text: str | None = None
     thinking: bool = False
+    origin: Kept | None = None
 
 
-async def completion_prompts(body: CompletionBody, served: Served) -> list[Prompt]:
-    """One Prompt per completion prompt. Raises PromptTooLong or InvalidField."""
+async def completion_prompts(
+    body: CompletionBody, served: Served, origin: Kept | None = None
+) -> list[Prompt]:
+    """One Prompt per completion prompt, after `origin`. Raises PromptTooLong or InvalidField."""
     if body.echo and served.encoder_decoder is not None:
         raise UnsupportedField(
             f"echo is not possible with {served.name}, whose decoder never reads the prompt; "
@@ -61,22 +68,26 @@ async def completion_prompts(body: CompletionBody, served: Served) -> list[Promp
         )
 
     def prepare() -> list[Prompt]:
-        return [_prompt(source, body, served) for source in body.prompts]
+        return [_prompt(source, body, served, origin) for source in body.prompts]
 
     return await off_loop(prepare, sum(map(len, body.prompts)))
 
 
-def _prompt(source: str | list[int], body: CompletionBody, served: Served) -> Prompt:
+def _prompt(
+    source: str | list[int], body: CompletionBody, served: Served, origin: Kept | None
+) -> Prompt:
+    before = [] if origin is None else origin.tokens
     if isinstance(source, str):
         text: str | None = source
-        tokens = encode_now(source, served, bos=body.add_special_tokens, param="prompt")
+        begins = body.add_special_tokens and origin is None
+        tokens = [*before, *encode_now(source, served, bos=begins, param="prompt")]
         check_prompt(tokens, served, "prompt")
     else:
-        tokens = source
+        tokens = [*before, *source]
         check_ids(tokens, served, "prompt")
         check_prompt(tokens, served, "prompt")
         text = "".join(spell_prompt(served.tokenizer, tokens)) if body.echo else None
-    return Prompt(tokens, text if body.echo else None)
+    return Prompt(tokens, text if body.echo else None, origin=origin)
 
 
 async def chat_prompt(body: ChatBody, served: Served) -> Prompt:
@@ -321,6 +332,8 @@ def choices_for(
 ) -> list[Choice]:
     """`n` choices per prompt, each with its own request, random numbers and place in `grammar`."""
     check_count(len(prompts) * body.n, "n" if len(prompts) == 1 else "prompt", served)
+    if body.keep:
+        require_decoder(served, "keep")
     _check_scores(body, prompts)
     arrival = time.monotonic()
     choices: list[Choice] = []
@@ -343,12 +356,14 @@ def choices_for(
                 matcher=None if grammar is None else grammar.begin(),
                 arrival=arrival,
                 rng=choice_rng(body.seed, index),
-                salt=salt,
+                salt=salt if prompt.origin is None else prompt.origin.salt,
                 client=client,
                 group=group,
                 priority=body.priority,
                 overflow=Overflow(body.overflow),
                 sibling=first,
+                origin=prompt.origin,
+                keep=new_id() if body.keep else "",
             )
             if served.encoder_decoder is None and params.prompt_logprobs is None:
                 first = first or request.id
@@ -366,6 +381,15 @@ def choices_for(
                 )
             )
     return choices
+
+
+def require_decoder(served: Served, param: str) -> None:
+    """Raises UnsupportedField: what an encoder returned is not kept."""
+    if served.encoder_decoder is not None:
+        raise UnsupportedField(
+            f"{served.name} is an encoder-decoder, whose sequences are not kept; use a decoder",
+            param,
+        )
 
 
 def _parser(body: CompletionBody | ChatBody, prompt: Prompt, served: Served) -> Parser | None:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from ropewalk.server.errors import InvalidField, MissingField
+from ropewalk.server.errors import InvalidField, MissingField, UnsupportedField
 from ropewalk.server.structured.fields import StructuredFields, asked_form
 from ropewalk.server.structured.grammar import Grammar
 
@@ -53,11 +53,12 @@ Count = Annotated[int, Field(ge=1, lt=2**31), _WHOLE]
 CountFromZero = Annotated[int, Field(ge=0, lt=2**31), _WHOLE]
 MaxTokens = Annotated[int, Field(ge=AS_MANY_AS_FIT, lt=2**31), _WHOLE]
 Priority = Annotated[int, Field(ge=-(2**63), lt=2**63), _WHOLE]
+SequenceId = Annotated[str, Field(pattern="^seq-[0-9a-f]{32}$")]
 CacheSalt = Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,128}$")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 
 
-def _prompt_form(value: Any) -> str | None:
+def prompt_form(value: Any) -> str | None:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, str):
         return "text" if first is value else "texts"
@@ -76,7 +77,7 @@ Prompt = Annotated[
     | Annotated[
         list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")
     ],
-    Discriminator(_prompt_form),
+    Discriminator(prompt_form),
 ]
 
 
@@ -173,6 +174,7 @@ class GenerationBody(StructuredFields, Strict):
     priority: Priority = 0
     overflow: Literal["refuse", "shift", "slide"] = "refuse"
     cache_salt: CacheSalt | None = None
+    keep: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -203,6 +205,12 @@ class GenerationBody(StructuredFields, Strict):
             )
         if self.stream_options is not None and not self.stream:
             raise InvalidField("stream_options needs stream to be true", "stream_options")
+        if self.keep and (self.n > 1 or wanted == 0):
+            raise InvalidField(
+                "keep is possible for one answer of at least one token; leave n out, and request "
+                "1 or more",
+                "keep",
+            )
         if wanted == 0 and not self.echo:
             name = "max_completion_tokens" if self.max_tokens is None else "max_tokens"
             raise InvalidField(
@@ -217,6 +225,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompt
     logprobs: Logprobs | None = None
     add_special_tokens: bool = True
+    sequence: SequenceId | None = None
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
@@ -236,6 +245,14 @@ class CompletionBody(GenerationBody):
                 f"send at most {MAX_PROMPTS} at once",
                 "prompt",
             )
+        for name in ("sequence", "keep"):
+            if getattr(self, name) and count > 1:
+                raise InvalidField(f"{name} is possible with one prompt; send one", name)
+        for name in ("echo", "cache_salt"):
+            if self.sequence is not None and getattr(self, name):
+                raise UnsupportedField(
+                    f"{name} cannot be combined with sequence; leave one of them out", name
+                )
         return self
 
 

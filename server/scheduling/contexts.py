@@ -9,12 +9,14 @@ never pass the end of the context and its memory stays constant.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 from ropewalk.cache.manager import CacheManager
-from ropewalk.cache.types import Capability, Evict, Fork, NoRoom, Op, Operation, OpReport
+from ropewalk.cache.types import Capability, Evict, Fork, NoRoom, Op, OpReport, Truncate
 from ropewalk.model.config import Pooling
 from ropewalk.server.errors import InvalidField, PromptTooLong, UnsupportedField
+from ropewalk.server.scheduling.kept import CacheOperations, Kept, KeptSequences
 from ropewalk.server.scheduling.request import (
     ContextShift,
     Limits,
@@ -27,18 +29,11 @@ from ropewalk.server.scheduling.request import (
 T = TypeVar("T")
 
 
-class CacheOperations(Protocol):
-    """What the scheduler asks of cache/operations.py, which it must not import."""
-
-    def capability(self, op: Op) -> Capability: ...
-
-    def why_not(self, op: Op) -> str | None: ...
-
-    def apply(self, operation: Operation) -> OpReport: ...
-
-
 class Contexts:
-    """The requests' contexts of up to `max_context` tokens. `running`: those that run, by id."""
+    """The requests' contexts of up to `max_context` tokens. `running`: those that run, by id.
+
+    `kept` sequences give way to them.
+    """
 
     def __init__(
         self,
@@ -46,8 +41,10 @@ class Contexts:
         operations: CacheOperations,
         limits: Limits,
         running: Mapping[str, Request],
+        kept: KeptSequences,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._kept = kept
         self._cache = cache
         self._block_size = cache.block_size
         self._operations = operations
@@ -94,6 +91,10 @@ class Contexts:
             )
         if request.overflow is not Overflow.REFUSE:
             self._require_shortenable(request)
+        if request.keep:
+            answer = 0 if request.pooling is not None else request.params.max_tokens
+            longest = min(request.num_prompt + answer, self._max_context)
+            self._kept.require_room(longest, "max_tokens" if answer else "prompt")
 
     def fits(self, request: Request) -> bool:
         """Whether it could finish with the cache to itself."""
@@ -115,12 +116,32 @@ class Contexts:
 
     def open(self, request: Request) -> bool:
         """Reserve room for all its known tokens, in both encoder and decoder or in neither."""
+        return self._with_room(self._open, request)
+
+    def grow(self, request: Request) -> bool:
+        """Make room for all tokens that the model sees; False, and unchanged, if there is none."""
+        return self._with_room(self._grow, request)
+
+    def _with_room(self, attempt: Callable[[Request], bool], request: Request) -> bool:
+        """What is kept gives way before a request is preempted or waits."""
+        while not attempt(request):
+            if not self._kept.give_way():
+                return False
+        return True
+
+    def _open(self, request: Request) -> bool:
         full = self.is_full(request)
         if full and request.id not in self._cache.parked:
             self._shorten_uncached(request)
             full = False
+        origin = self._origin(request)
         if self._can_fork(request):
-            return self._fork(request)
+            return self._fork(request, request.sibling or "", request.num_prompt - 1)
+        if origin is not None and request.appends:
+            return self._append(request, origin)
+        if origin is not None and request.num_prompt > 1:
+            most = min(self._cache.computed(origin.id), request.num_prompt - 1)
+            return self._fork(request, origin.id, most)
         reserve = self._cache.reserve
         if request.source and self._begin(reserve, request, request.encoded) is None:
             return False
@@ -130,13 +151,12 @@ class Contexts:
                 self._cache.park(request.encoded)
             return False
         request.computed = found
-        if full and not self.grow(request):
+        if full and not self._grow(request):
             self.park(request)
             return False
         return True
 
-    def grow(self, request: Request) -> bool:
-        """Make room for all tokens that the model sees; False, and unchanged, if there is none."""
+    def _grow(self, request: Request) -> bool:
         if self.is_full(request) and not self._shorten(request):
             return False
         known = _known(request)
@@ -156,9 +176,38 @@ class Contexts:
             self._cache.park(name)
 
     def release(self, request: Request, *, forget: bool = False) -> None:
-        """Give up its blocks. `forget`: nobody may use what it computed."""
+        """Give up its blocks, but not those that it has appended to.
+
+        forget: nobody may use what it computed.
+        """
+        if request.appends and request.computed and not forget:
+            return self._undo(request)
         for name in _sequences(request):
             self._cache.release(name, forget=forget)
+
+    def keep(self, request: Request) -> None:
+        """What it has stored stays in the cache under the id that it is to be kept under."""
+        origin, altered = request.origin, request.dropped > 0
+        kept = Kept(
+            request.keep, request.client, request.salt, tuple(_known(request)), time.time(), altered
+        )
+        if origin is not None:
+            created = origin.created if request.appends else kept.created
+            kept = replace(kept, created=created, altered=altered or origin.altered)
+        self._put_back(request, kept, self._cache.computed(request.id))
+
+    def _undo(self, request: Request) -> None:
+        """Without the tokens that were to be appended the sequence is kept as it was."""
+        assert request.origin is not None
+        length = min(len(request.origin.tokens), self._cache.computed(request.id))
+        self._put_back(request, request.origin, length)
+
+    def _put_back(self, request: Request, kept: Kept, length: int) -> None:
+        """Its first `length` tokens are kept, and the room that it had for more is given up."""
+        self._operations.apply(Truncate(request.id, length))
+        self._kept.drop(kept.id)
+        self._cache.rename(request.id, kept.id)
+        self._kept.add(kept)
 
     def forget(self, request: Request) -> None:
         """It will not come back for what was parked."""
@@ -169,7 +218,7 @@ class Contexts:
         """Bring back what was kept of it, or what its prompt can share, a little in each step."""
         if not self._usable(request):
             self.forget(request)
-        if self._can_fork(request):
+        if self._can_fork(request) or self._origin(request) is not None:
             return True
         fetch = self._cache.fetch
         come = all(self._begin(fetch, request, name) for name in _sequences(request))
@@ -184,6 +233,7 @@ class Contexts:
         whole = (
             request.source
             or request.dropped
+            or (request.origin is not None and request.origin.altered)
             or self.is_full(request)
             or request.pooling is Pooling.MEAN  # `pooled` is of all that was computed
         )
@@ -222,12 +272,26 @@ class Contexts:
             return None
         return self._running.get(request.sibling or "")
 
-    def _fork(self, request: Request) -> bool:
-        """Share the sibling's prompt, whose last token is computed again, for its logits."""
-        assert request.sibling is not None
-        length, known = request.num_prompt - 1, _known(request)
+    def _origin(self, request: Request) -> Kept | None:
+        """None likewise, and where what it would continue from is not kept any more."""
+        kept = request.origin
+        if kept is None or request.num_generated or request.id in self._cache.parked:
+            return None
+        return kept if self._kept.holds(kept) else None
+
+    def _append(self, request: Request, origin: Kept) -> bool:
+        """Go on with what is kept itself, so that none of its blocks changes hands."""
+        if not self._cache.grow(origin.id, request.context_length):
+            return False
+        self._kept.take_up(origin, request.id)
+        request.computed = self._cache.computed(request.id)
+        return True
+
+    def _fork(self, request: Request, source: str, length: int) -> bool:
+        """Share what comes before the prompt's last token, which is computed for its logits."""
+        known = _known(request)
         try:
-            report = self._operations.apply(Fork(request.sibling, request.id, length))
+            report = self._operations.apply(Fork(source, request.id, length))
         except NoRoom:
             return False
         if self._cache.reserve(request.id, known, len(known)) is None:

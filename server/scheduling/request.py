@@ -15,6 +15,7 @@ from ropewalk.model.config import Pooling
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import PromptTooLong, ServeError
+from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.structured.matcher import Matcher
 
 
@@ -68,6 +69,8 @@ class Request:
     overflow: Overflow = Overflow.REFUSE
     pooling: Pooling | None = None  # an embedding is wanted, and no answer
     sibling: str | None = None  # id of another request with the same prompt, to fork from
+    origin: Kept | None = None  # its tokens are the first; shared, or appended to if also `keep`
+    keep: str = ""  # id under which its sequence is kept when it has ended well
     front: int = 0  # tokens at the beginning that stay when others are dropped
     dropped: int = 0  # tokens after the front that the model no longer sees
     computed: int = 0  # tokens of the context whose K and V are stored
@@ -81,6 +84,11 @@ class Request:
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
     pooled: "Vector | None" = None  # the sum of what an embedding is made of, as far as computed
+
+    @property
+    def appends(self) -> bool:
+        """Whether it goes on with its origin itself, instead of sharing it."""
+        return self.origin is not None and self.origin.id == self.keep
 
     @property
     def turn(self) -> str:

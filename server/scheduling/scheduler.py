@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import InvariantError
 from ropewalk.server.errors import CacheChanged, FormFailed, ServeError
-from ropewalk.server.scheduling.contexts import CacheOperations, Contexts
+from ropewalk.server.scheduling.contexts import Contexts
+from ropewalk.server.scheduling.kept import CacheOperations, KeptSequences
 from ropewalk.server.scheduling.queue import Queue
 from ropewalk.server.scheduling.request import (
     FinishReason,
@@ -91,7 +92,8 @@ class Scheduler:
         # Ordered, because an abort finds its request at once.
         self._running: OrderedDict[str, Request] = OrderedDict()
         self._queue = Queue(limits, self._running, clock)
-        self.contexts = Contexts(cache, operations, limits, self._running, clock)
+        self.kept = KeptSequences(cache, operations, clock)
+        self.contexts = Contexts(cache, operations, limits, self._running, self.kept, clock)
         self._all_fit = cache.capacity  # with this capacity every waiting request fits
         self._ended: list[tuple[str, RequestSummary]] = []  # request ids and how they ended
 
@@ -114,7 +116,11 @@ class Scheduler:
         self.contexts.require_possible(request)
         if self._find(request.id) is not None:
             raise ValueError(f"request id {request.id!r} is in use")
+        if request.appends:
+            self.kept.require_unclaimed(request.keep)
         self._queue.add(request)
+        if request.appends:
+            self.kept.claim(request.keep)
 
     def outlook(self) -> Outlook:
         """What a new request has to expect."""
@@ -134,8 +140,10 @@ class Scheduler:
         """End a request with an error, even one that finished since the last `drain_ended`.
 
         Blocks that it published are withdrawn if it still runs. None when the request is unknown,
-        was aborted or has failed before.
+        was aborted or has failed before, and for a kept sequence, which is dropped.
         """
+        if self.kept.drop(request_id, forget=True):
+            return None
         request = self._find(request_id)
         if request is not None:
             self._end(request, FinishReason.ERROR, self._clock(), forget=True)
@@ -147,8 +155,14 @@ class Scheduler:
         return None
 
     def fail_all(self, error: ServeError) -> list[TokenEvent]:
-        """`fail` for every request there is, those included that finished in this very step."""
-        ids = [*self._running, *self._queue.waiting, *(ended for ended, _ in self._ended)]
+        """`fail` for every request there is, those included that finished in this very step, and
+        for what is kept."""
+        ids = [
+            *self.kept.ids,
+            *self._running,
+            *self._queue.waiting,
+            *(ended for ended, _ in self._ended),
+        ]
         ends = [self.fail(request_id, error) for request_id in dict.fromkeys(ids)]
         return [end for end in ends if end is not None]
 
@@ -170,6 +184,7 @@ class Scheduler:
 
     def end_late(self) -> list[TokenEvent]:
         """End requests that wait for longer than the limit, without any of their prompts run."""
+        self.kept.expire()
         now, ends = self._clock(), []
         for request, error in self._queue.late(now):
             self._end(request, FinishReason.ABORT, now)
@@ -279,8 +294,8 @@ class Scheduler:
         if self._running.keys() & waiting.keys():
             raise InvariantError("a request is both running and waiting")
         encoded = {request.encoded for request in self._running.values() if request.source}
-        if self._running.keys() | encoded != self._cache.sequences:
-            raise InvariantError("the running requests are not those that hold blocks")
+        if self._running.keys() | encoded | self.kept.ids != self._cache.sequences:
+            raise InvariantError("those that run or are kept are not those that hold blocks")
         if len(self._running) > self._limits.max_seqs:
             raise InvariantError("too many requests run")
         for request in self._running.values():
@@ -451,7 +466,12 @@ class Scheduler:
     ) -> None:
         if not self._queue.remove(request):
             del self._running[request.id]
-            self.contexts.release(request, forget=forget)
+            if request.keep and finish in ANSWERED:
+                self.contexts.keep(request)
+            else:
+                self.contexts.release(request, forget=forget)
+        if request.appends:
+            self.kept.unclaim(request.keep)
         if request.admitted is not None:
             self._queue.pace.end(now, request.num_generated + (request.pooling is not None))
         self.contexts.forget(request)

@@ -100,6 +100,7 @@ def test_idle_caches_are_shown() -> None:
         "spill": dict.fromkeys(("blocks", "free", "waiting", "cached", *MOVES), 0),
         "waiting": 0,
         "requests": [],
+        "kept": [],
         "shared": [],
     }
     assert (second["model"], second["key_frame"], second["blocks"]["free"]) == ("b", "raw", 8)

@@ -76,7 +76,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         *("--max-queue-time", "2.5"),
         *("--host", "::1", "--port", "9", "--api-key", "k1", "--api-key", "k2"),
         *("--allowed-host", "a.example", "--allowed-origin", "https://A.example:8443"),
-        *("--share-prefixes", "--max-body", "2M"),
+        *("--share-prefixes", "--max-body", "2M", "--operator-routes", "on"),
         *("--request-timeout", "5s", "--drain-timeout", "0.5", "--log-level", "debug"),
         *("--metrics-compat", "vllm", "--log-format", "json", "--no-access-log"),
         *("--api-key-file", str(file), "--uds", "/run/s"),
@@ -96,6 +96,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         allowed_hosts=frozenset({"a.example"}),  # no web page reaches a Unix socket
         allowed_origins=frozenset({"https://a.example:8443"}),
         share_prefixes=True,
+        operator_routes=True,
         access_log=False,
         max_body_bytes=2 << 20,
         request_timeout_s=5.0,
@@ -131,6 +132,7 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         "log_level": "error",
         "log_format": "json",
         "metrics_compat": "vllm",
+        "operator_routes": "off",
         "max_step_tokens": "99",
     }
     text = samples.get(option.name, "77")
@@ -180,6 +182,22 @@ def test_a_loopback_server_serves_its_own_names_and_those_given() -> None:
 )
 def test_every_loopback_address_is_closed_to_other_names(host, name) -> None:
     assert config("--host", host).http.allowed_hosts == LOOPBACK_NAMES | {name}
+
+
+@pytest.mark.parametrize(
+    ("flags", "on"),
+    [
+        ([], True),
+        (["--host", "localhost"], True),
+        (["--host", "0.0.0.0"], False),
+        (["--uds", "/run/s"], False),
+        (["--api-key", "k"], False),
+        (["--api-key", "k", "--operator-routes", "on"], True),
+        (["--operator-routes", "off"], False),
+    ],
+)
+def test_operator_routes_are_on_where_only_their_owner_reaches_the_server(flags, on) -> None:
+    assert config(*flags).http.operator_routes is on
 
 
 def test_lists_in_variables() -> None:
