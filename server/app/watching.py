@@ -45,7 +45,7 @@ MANY = 8192  # blocks in tables, which take some milliseconds to write
 
 log = getLogger(__name__)
 
-T = TypeVar("T", RequestView, KeptView)
+T = TypeVar("T", bound=RequestView | KeptView)
 
 
 async def cache_stream(
