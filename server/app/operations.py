@@ -5,6 +5,7 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -12,7 +13,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
 from ropewalk.server.app.openai import Serving, accepts
-from ropewalk.server.engine.openmp import aside
+from ropewalk.server.engine.openmp import Turns, aside
 from ropewalk.server.errors import DeadlineExceeded, NotReady
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
 from ropewalk.server.openai.body import body_of
@@ -105,6 +106,45 @@ def operation_routes(serving: Serving, version: str, place: Place | None) -> API
         """This description, as a page."""
         _, page = await asyncio.to_thread(found, request.app)
         return HTMLResponse(page)
+
+    return router
+
+
+def position_routes(serving: Serving) -> APIRouter:
+    """What they take is imported when somebody asks: few do."""
+    router, turns = APIRouter(), Turns()
+
+    def positions() -> ModuleType:
+        import ropewalk.server.app.positions as found
+
+        return found
+
+    async def beside(request: Request, compute: Callable[..., bytes], *of: object) -> Response:
+        answer = await serving.awaited(request, turns.aside(compute, *of))
+        return Response(answer, media_type="application/json")
+
+    @router.post("/v1/positions/explain", **accepts("ExplainBody"))
+    async def explain(request: Request) -> Response:
+        """A query's attention scores in one layer, split into content and position."""
+        found = await asyncio.to_thread(positions)
+        body = await body_of(request, found.ExplainBody)
+        served = await serving.find(request, body.model)
+        return await beside(request, found.explained, body, served)
+
+    @router.get("/v1/positions/audit", response_model=None)
+    async def arms(request: Request, model: str | None = None) -> Response:
+        """Encodings under which an audit can append to what a model has cached."""
+        found = await asyncio.to_thread(positions)
+        (served,) = await serving.chosen(request, serving.models.name(model))
+        return await beside(request, found.arms, served)
+
+    @router.post("/v1/positions/audit", **accepts("AuditBody"))
+    async def audit(request: Request) -> Response:
+        """What appending tokens does to the blocks before them, byte by byte."""
+        found = await asyncio.to_thread(positions)
+        body = await body_of(request, found.AuditBody)
+        served = await serving.find(request, body.model)
+        return await beside(request, found.audited, body, served)
 
     return router
 
