@@ -147,7 +147,7 @@
   function chooser({ operation, pick }) {
     return element("div", { class: "choices", role: "group", "aria-label": "Operation" },
       Object.entries(OPERATIONS).map(([name, { title }]) =>
-        button(title, `operation-${name}`, () => pick(name), { "aria-pressed": String(name === operation) })));
+        button(title, `cache-${name}`, () => pick(name), { "aria-pressed": String(name === operation) })));
   }
 
   // What the plan says for every encoding, and beside it what happened where it was done.
@@ -227,7 +227,7 @@
         hole > 0 ? element("li", { class: "hole", "data-tip": `no entries for positions ${bases[i] - hole} to ${bases[i] - 1}`, tabindex: 0 }, `${hole} gone`) : null,
         element("li", { "data-chip": block }, element("button", {
           type: "button", class: `chip${sharers > 1 ? " shared" : ""}${mark?.turned ? " turned" : ""}${mark?.was != null ? " rebased" : ""}`,
-          "data-act": `block-${id}-${i}`, "data-block": block, "data-base": bases[i], "data-tip": told, "aria-label": told,
+          "data-act": `cache-block-${id}-${i}`, "data-block": block, "data-base": bases[i], "data-tip": told, "aria-label": told,
           "aria-pressed": String(isChosen), disabled: kind !== "kept" ? true : null,
           style: { "--fill": filled / size }, click: (event) => press(id, i, event.shiftKey),
         },
@@ -241,7 +241,7 @@
         element("b", { "data-tip": id, tabindex: 0 }, name), kind === "kept" ? " · kept · " : " · running · ",
         figure(many(stored, "token"), `/v1/cache/stream: computed_tokens of ${id}`),
         sequence.dropped_tokens ? ` · ${format.count(sequence.dropped_tokens)} dropped` : null,
-        kind === "kept" ? button("Free", `free-${id}`, () => free(id), { class: "quiet" }) : null),
+        kind === "kept" ? button("Free", `cache-free-${id}`, () => free(id), { class: "quiet" }) : null),
       element("ol", { class: "chips" }, chips,
         blocks.length > MOST_CHIPS ? element("li", {}, `and ${blocks.length - MOST_CHIPS} more`) : null));
   }
@@ -294,14 +294,14 @@
       const pool = element("div", { class: "pool-holder" });
       const readout = element("p", { class: "note readout" });
       const tables = element("div", { class: "tables" });
-      const text = element("textarea", { rows: 3, maxlength: 20000, "aria-label": "Prompt to keep" });
+      const text = element("textarea", { rows: 3, maxlength: 20000, "data-act": "cache-prompt", "aria-label": "Prompt to keep" });
       text.value = PROMPT;
       const actions = element("div", { class: "actions" });
       const marksLegend = legend();
       fill(root,
         element("div", { class: "row" },
           field("A prompt whose entries are to stay in the cache", text, { class: "field wide" }),
-          button("Keep it", "keep", () => page.attempt(keep), { class: "main" })),
+          button("Keep it", "cache-keep", () => page.attempt(keep), { class: "main" })),
         tables,
         element("p", { class: "note" }, "A box is a block of tokens: above, the position of its first token; below, its number in the cache. ×2: two sequences share it. ↻: its keys were turned and written again. Point at one to see it everywhere."),
         actions,
@@ -420,8 +420,8 @@
           element("p", {}, does, element("span", { class: "note" }, ` Selected: ${what}. Press two blocks to select a span.`)),
           planTable(plan, happened),
           element("div", { class: "row" },
-            button(`${title} it`, "operate", () => page.attempt(operate), { class: "main" }),
-            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "operate-all", () => page.attempt(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
+            button(`${title} it`, "cache-do", () => page.attempt(operate), { class: "main" }),
+            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "cache-all", () => page.attempt(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
           element("p", { class: "told", role: "status", "data-told": operation }, told));
       }
 

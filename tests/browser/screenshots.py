@@ -41,8 +41,8 @@ def race(page: Page) -> None:
 
 
 def cache(page: Page) -> None:
-    press(page, "keep", "operation-fork", "operate", "operation-evict_renumber", "operate")
-    press(page, "operate-all")
+    press(page, "cache-keep", "cache-fork", "cache-do", "cache-evict_renumber", "cache-do")
+    press(page, "cache-all")
     page.wait_for_function("document.querySelectorAll('.happened').length > 3")
 
 
@@ -52,7 +52,7 @@ def position(page: Page) -> None:
 
 def moved(page: Page) -> None:
     position(page)
-    press(page, "move", "move", "move")
+    press(page, *["position-move"] * 3)
 
 
 def proof(page: Page) -> None:
