@@ -62,13 +62,8 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    of_others = (ResponsesBody, MessagesBody, CountBody)
-    bodies: tuple[type[BaseModel], ...] = (
-        *BODIES,
-        *kept_bodies.BODIES,
-        ExplainBody,
-        *of_others,
-    )
+    bodies: list[type[BaseModel]] = [*BODIES, *kept_bodies.BODIES, ExplainBody]
+    bodies += [ResponsesBody, MessagesBody, CountBody]
     about = get_openapi(
         title=app.title,
         version=app.version,
