@@ -43,7 +43,7 @@ def race(page: Page) -> None:
 def cache(page: Page) -> None:
     press(page, "cache-keep", "cache-fork", "cache-do", "cache-evict_renumber", "cache-do")
     press(page, "cache-all")
-    page.wait_for_function("document.querySelectorAll('.happened').length > 3")
+    page.wait_for_selector("tr[data-encoding=t5] .happened")
 
 
 def position(page: Page) -> None:
