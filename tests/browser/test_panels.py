@@ -53,6 +53,7 @@ def test_a_fork_shows_the_shared_blocks_of_the_api(panel, family):
     press(page, "cache-keep", "cache-fork", "cache-do")
     page.wait_for_selector(".sequence:nth-of-type(2)")
     page.wait_for_selector(".chip.shared")
+    page.wait_for_selector(".told:not(:empty)")
     (entry,) = httpx.get(f"{family}/v1/cache", params={"model": "ropewalk-t5"}).json()["data"]
     shown = attributes(page, ".chip.shared", "data-block")
     assert sorted(int(each) for [each] in shown) == sorted(
