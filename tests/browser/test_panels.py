@@ -51,7 +51,7 @@ def test_proof_moves_keys_under_rope_alone_and_where_it_is_possible(panel):
 def test_a_fork_shows_the_shared_blocks_of_the_api(panel, family):
     page = panel("cache", "t5")
     press(page, "cache-keep", "cache-fork", "cache-do")
-    page.wait_for_selector(".sequence:nth-of-type(2)")
+    page.wait_for_selector("#panel-cache .sequence:nth-of-type(2)")
     page.wait_for_selector(".chip.shared")
     page.wait_for_selector(".told:not(:empty)")
     (entry,) = httpx.get(f"{family}/v1/cache", params={"model": "ropewalk-t5"}).json()["data"]
