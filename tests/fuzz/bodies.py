@@ -238,8 +238,17 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             "add_special_tokens": _of(True, False),
         },
     ),
+    "/v1/positions/audit": (
+        {"model": MODEL, "prompt": _any(_text, _ids), "append": _any(_of(1, 3, 129), _ids)},
+        {
+            "arm": _of("own", "rope:dynamic", "alibi", "nothing"),
+            "layers": _of(1, 9),
+            "steps": _of(1, 9),
+            "trained_length": _of(1, 9),
+        },
+    ),
 }
-_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.3)
 
 
 def draw_stream(draw: Random) -> Stream:
