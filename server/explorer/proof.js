@@ -71,23 +71,24 @@
   }
 
   // One model's part in an experiment.
-  function lane({ model, encoding, blocks, said, error, arm = null }) {
+  function lane({ model, encoding, blocks, said, error, arm = null, wrong = false }) {
     const { all, changed } = tally(blocks ?? []);
     return element("article", { class: "lane", "data-model": model, "data-arm": arm, "data-equal": all ? String(changed === 0) : null },
       element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, ` ${model}`)),
       error ? element("p", { class: "refused" }, error) : blocks ? strip(blocks) : null,
-      said ? element("p", { class: all && !changed && !/wrong/.test(said) ? "holds" : "fails" }, said) : null,
+      said ? element("p", { class: all && !changed && !wrong ? "holds" : "fails" }, said) : null,
       blocks && all ? checksumTable(blocks) : null);
   }
 
   // What an audit of appending found, in words.
-  function auditSaid({ totals: { changed, stale }, blocks, steps, note, layers, of_layers: all, trained_length: trained }) {
-    const where = `${many(steps.length, "step")}, ${layers === all ? `all ${all}` : `the first ${layers} of ${all}`} layers${trained ? `, as if trained for ${trained} tokens` : ""}`;
-    const differ = blocks.filter(({ equal }) => !equal).length;
-    const what = differ ? `${differ} of ${blocks.length} earlier blocks have changed: ${many(changed, "entry", "entries")} rewritten`
-      : `All ${blocks.length} earlier blocks are equal`;
-    const wrong = stale ? `; ${many(stale, "entry", "entries")} should have changed and ${stale === 1 ? "is" : "are"} wrong now` : differ ? "" : ", and none should have changed";
-    return `${what}${wrong} (${where}). ${note && !note.startsWith("as if") ? `${note}.` : ""}`.trim();
+  function auditSaid({ totals: { changed }, blocks, steps, note, layers, of_layers: all }) {
+    const differ = blocks.filter(({ equal }) => !equal).length, wrong = steps.at(-1).stale;
+    const what = differ ? `${differ} of ${blocks.length} earlier blocks have changed: entries were rewritten ${format.count(changed)} times in ${many(steps.length, "step")}`
+      : `All ${blocks.length} earlier blocks are equal, byte for byte`;
+    const right = wrong ? `${differ ? ", and still" : ", but they should not be:"} ${many(wrong, "earlier entry", "earlier entries")} ${wrong === 1 ? "is" : "are"} wrong at the end`
+      : differ ? "" : ", and none should have changed";
+    const where = layers === all ? "" : ` Looked at: the first ${layers} of ${all} layers.`;
+    return `${what}${right}.${where}${note ? ` This arm: ${note}.` : ""}`;
   }
 
   function experiment(number, title, why, ...content) {
@@ -168,10 +169,11 @@
         const counts = lanes.filter(({ blocks }) => blocks).map(({ blocks }) => tally(blocks));
         const [equal, all] = [counts.reduce((sum, each) => sum + each.equal, 0), counts.reduce((sum, each) => sum + each.all, 0)];
         fill(result, step < 3 ? "" : equal === all
-          ? `${all} of ${all} earlier blocks equal, under ${many(counts.length, "encoding")}: appending ${APPENDED} tokens changed none of them.`
+          ? `${all} of ${all} earlier blocks equal${counts.length > 1 ? `, under ${counts.length} encodings` : ""}: appending ${APPENDED} tokens changed none of them.`
           : `${all - equal} of ${all} earlier blocks have changed. That must not happen: see the server's log.`);
         fill(moves, button("Drop 32 tokens from the middle and close the gap", "proof-move", () => page.attempt(move), { class: step === 3 ? "main" : null, disabled: step < 3 ? true : null }),
-          step < 3 ? element("span", { class: "note" }, "after the third click above") : null);
+          step < 3 ? element("span", { class: "note" }, "after the third click above") : null,
+          page.models.length === 1 ? element("span", { class: "note" }, "“ropewalk serve family” shows six encodings side by side.") : null);
       }
 
       // The same prompt again, kept and then shifted: a sequence that had tokens appended holds more.
@@ -197,7 +199,7 @@
           fill(moved, found.map(lane));
         }
         const named = (wanted) => found.filter(wanted).map(({ encoding }) => encoding).join(", ") || "none";
-        fill(movedResult, `Free: ${named(({ keys }) => keys === 0)}. Keys rewritten: ${named(({ keys }) => keys > 0)}. Impossible: ${named(({ refused }) => refused)}.`);
+        if (found.length > 1) fill(movedResult, `Free: ${named(({ keys }) => keys === 0)}. Keys rewritten: ${named(({ keys }) => keys > 0)}. Impossible: ${named(({ refused }) => refused)}.`);
       }
 
       // The model that the counter-example is tried with: one that has RoPE, if one is served.
@@ -220,7 +222,7 @@
           fill(counted, found.map(lane), element("p", { class: "note" }, `Appending under ${arm}, in float64 …`));
           const audit = await page.api.post("v1/positions/audit", { model: armsOf, arm, prompt: TEXT, append: APPENDED });
           const blocks = audit.blocks.map(({ first, tokens, before, after }) => ({ first, last: first + tokens - 1, before, after }));
-          found.push({ model: armsOf, encoding: arm === "own" ? audit.note || "as it is served" : arm, blocks, arm, said: auditSaid(audit) });
+          found.push({ model: armsOf, encoding: arm === "own" ? "as it is served" : arm, blocks, arm, wrong: audit.steps.at(-1).stale > 0, said: auditSaid(audit) });
         }
         fill(counted, found.map(lane));
       }

@@ -57,7 +57,8 @@ def moved(page: Page) -> None:
 
 def proof(page: Page) -> None:
     press(page, "proof-1", "proof-2", "proof-3", "proof-move")
-    page.wait_for_timeout(2 * SETTLED_MS)
+    press(page, "proof-counter")
+    page.wait_for_selector('[data-arm="own"]')
 
 
 def load(page: Page) -> None:

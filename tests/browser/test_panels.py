@@ -48,6 +48,19 @@ def test_proof_moves_keys_under_rope_alone_and_where_it_is_possible(panel):
         )
 
 
+def test_the_counter_example_shows_the_blocks_that_the_audit_found_changed(panel, family):
+    page, asked = panel("proof"), []
+    page.on("request", lambda sent: sent.method == "POST" and asked.append(sent.post_data_json))
+    press(page, "proof-counter")
+    page.wait_for_selector('[data-arm="own"] .prints')
+    assert [body["arm"] for body in asked] == ["rope:dynamic-rewrite", "own"]
+    for body, state in zip(asked, ("changed", "equal"), strict=True):
+        told = httpx.post(f"{family}/v1/positions/audit", json=body, timeout=60).json()["blocks"]
+        assert len(told) == 7 and attributes(
+            page, f"[data-arm='{body['arm']}'] li", "data-before", "data-after", "data-state"
+        ) == [[block["before"], block["after"], state] for block in told]
+
+
 def test_a_fork_shows_the_shared_blocks_of_the_api(panel, family):
     page = panel("cache", "t5")
     press(page, "cache-keep", "cache-fork", "cache-do")
@@ -74,7 +87,7 @@ def test_a_shift_under_rope_turns_exactly_the_keys_that_were_counted(panel, fami
     predicted = int(page.get_attribute(own, "data-rewritten"))
     (before,) = kept(family, "ropewalk-rope")[-1:]
     press(page, "cache-do")
-    page.wait_for_selector(".chip.turned")
+    page.wait_for_selector(".told:not(:empty)")
     (after,) = kept(family, "ropewalk-rope")[-1:]
     keys = 4 * 4 * (after["tokens"] - 32)  # layers, heads, and the tokens after the first 32
     assert keys == predicted
