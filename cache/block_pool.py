@@ -25,7 +25,7 @@ class BlockPool:
         if num_blocks < 2:
             raise ValueError(f"a pool of {num_blocks} blocks has none to hand out; use 2 or more")
         self.num_blocks = num_blocks
-        self._refs = [0] * num_blocks
+        self._refs = array("q", bytes(8 * num_blocks))
         # Ordered, because taking the first key of a plain dict walks over every removed one.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._retired: set[int] = set()
@@ -47,6 +47,11 @@ class BlockPool:
     def refs(self, block: int) -> int:
         """How many holders `block` has."""
         return self._refs[block]
+
+    @property
+    def holders(self) -> "array[int]":
+        """How many holders each block has, by id: a copy."""
+        return self._refs[:]
 
     @property
     def retired(self) -> frozenset[int]:

@@ -29,6 +29,14 @@ class BlockCounts:
     quarantined: int = 0  # out of use for good; one that is still held counts as active
 
 
+class PoolView(NamedTuple):
+    """What each block is for now; a copy."""
+
+    holders: "array[int]"  # how many sequences hold it, by id; the first is the reserved block 0
+    cached: frozenset[int]  # those that nobody holds and whose content is kept
+    retired: frozenset[int]  # out of use for good, whether still held or not
+
+
 class Table(NamedTuple):
     """A sequence's blocks in order; position of a token = base of its block + offset."""
 
@@ -273,6 +281,10 @@ class CacheManager:
         quarantined = sum(self._pool.refs(block) == 0 for block in self._pool.retired)
         active = self.num_blocks - 1 - free - quarantined
         return BlockCounts(free - cached, active, cached, quarantined)
+
+    def pool(self) -> PoolView:
+        """Every block's state. Takes a copy of each; `counts` sums them up."""
+        return PoolView(self._pool.holders, frozenset(self._keeper.cached), self._pool.retired)
 
     def check(self) -> None:
         """Raises InvariantError unless pool, prefix index and tables agree with each other."""

@@ -133,7 +133,7 @@ def test_every_path_is_in_the_docs_and_no_other() -> None:
         f"{method.upper()} {path}" for path, methods in described.items() for method in methods
     }
     optional = {"GET /v1/encodings", "GET /v1/cache", "POST /v1/cache/plan", "POST /v1/cache/flush"}
-    optional |= {"POST /v1/models/load", "POST /v1/models/unload"}
+    optional |= {"GET /v1/cache/stream", "POST /v1/models/load", "POST /v1/models/unload"}
     kept = "/v1/cache/sequences"
     optional |= {f"POST {kept}", f"GET {kept}", f"GET {kept}/{{id}}", f"DELETE {kept}/{{id}}"}
     optional |= {f"POST {kept}/{{id}}/operations"}

@@ -37,28 +37,48 @@ class ReferenceAttention:
         starts = batch.query_starts.tolist()
         for r, context in enumerate(batch.context_lens.tolist()):
             rows = slice(starts[r], starts[r + 1])
-            keys, values, key_positions = self._gather(kv, batch, r, context)
-            queries = q[rows].to(self.dtype)
-            if rotation is not None:
-                queries = rotation.queries(queries, batch.positions[rows])
-                offsets = torch.arange(context, device=q.device) % kv.keys.shape[1]
-                keys = rotation.keys(keys, key_positions, offsets)
-            count = rows.stop - rows.start
-            index = torch.arange(context - count, context, device=q.device)  # [rows]
-            gap = index[:, None] - torch.arange(context, device=q.device)  # [rows, context]
-            hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
-            if self.spec.window is not None:
-                hidden |= gap >= self.spec.window
-            scores = torch.einsum("qhd,khd->hqk", queries, keys) * self.spec.scale
+            keys, values, key_positions = self.gather(kv, batch, r, context)
+            offsets = torch.arange(context, device=q.device) % kv.keys.shape[1]
+            positions = batch.positions[rows]
+            scores = self.scores(q[rows], keys, positions, key_positions, offsets, rotation)
             if isinstance(bias, DenseBias):
                 scores = scores + bias.values[:, rows, :context]
             elif bias is not None:
-                scores = scores + bias.between(batch.positions[rows], key_positions)
+                scores = scores + bias.between(positions, key_positions)
+            hidden = self.hidden(rows.stop - rows.start, context, q.device)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out
 
-    def _gather(
+    def scores(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        key_positions: Tensor,
+        offsets: Tensor,
+        rotation: Rotation | None,
+    ) -> Tensor:
+        """q [rows, heads, head_dim] and gathered keys → [heads, rows, context], without bias.
+
+        offsets [context]: of the keys, in their blocks.
+        """
+        queries = q.to(self.dtype)
+        if rotation is not None:
+            queries = rotation.queries(queries, positions)
+            keys = rotation.keys(keys, key_positions, offsets)
+        return torch.einsum("qhd,khd->hqk", queries, keys) * self.spec.scale
+
+    def hidden(self, rows: int, context: int, device: torch.device) -> Tensor:
+        """[rows, context]: the keys that each of the last `rows` tokens does not attend to."""
+        index = torch.arange(context - rows, context, device=device)
+        gap = index[:, None] - torch.arange(context, device=device)
+        hidden = gap < 0 if self.spec.causal else torch.zeros_like(gap, dtype=torch.bool)
+        if self.spec.window is not None:
+            hidden |= gap >= self.spec.window
+        return hidden
+
+    def gather(
         self, kv: PagedKV, batch: ForwardBatch, r: int, context: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [context, heads, head_dim] and key positions [context] of request r."""

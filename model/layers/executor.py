@@ -124,6 +124,18 @@ class TorchExecutor:
         _run(kept_rows(len(batch.output_rows)), now, values, watch)
         return values[wanted]
 
+    @torch.inference_mode()
+    def run(
+        self, ops: Sequence[Op], which: range, now: Pass, values: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Some of a list of the program's ops over `values`: those that are left, by name.
+
+        For whoever looks at what happens inside a pass.
+        """
+        values = dict(values)
+        _run(self._steps(ops, ())[which.start : which.stop], now, values, None)
+        return values
+
     def _compiled(
         self, ops: Sequence[Op], results: Sequence[str]
     ) -> "Callable[[int], Sequence[Step]]":

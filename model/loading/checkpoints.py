@@ -7,6 +7,7 @@ the name and shape of every tensor. Knows formats, no requests.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -75,6 +76,18 @@ class Checkpoint:
     embedding: Embedding = USUAL
 
 
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """A checkpoint, and how whoever computes with it holds its weights and what these lead to."""
+
+    checkpoint: Checkpoint
+    context: int  # positions that the encoding is made for
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    bits: Literal[8, 4] | None  # of rounded weights
+    block_size: int
+
+
 def open_checkpoint(
     path: Path, trusted: Collection[str] = (), template: Path | None = None
 ) -> Checkpoint:
@@ -137,12 +150,24 @@ def _check_shapes(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None
             )
 
 
-def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding) -> None:
-    """Load only the weights of the decoder's encoding, and freeze it. Raises CheckpointError."""
+def load_encoding(checkpoint: Checkpoint, encoding: PositionalEncoding, *, side: str = "") -> None:
+    """Load only the weights of an encoding, and freeze it. Raises CheckpointError.
+
+    side: "encoder." for that of the encoder.
+    """
     with torch.inference_mode():
         for name, target in encoding.named_parameters():
-            _fill(checkpoint, target, checkpoint.parameters[f"encoding.{name}"])
+            _fill(checkpoint, target, checkpoint.parameters[f"{side}encoding.{name}"])
         freeze_all(encoding)
+
+
+def read_parameter(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
+    """One of the parameters, as `load_program` loads it on a CPU. Raises CheckpointError."""
+    pieces = checkpoint.parameters[name]
+    target = torch.empty(_joined_shape(pieces), dtype=dtype)
+    with torch.inference_mode():
+        _fill(checkpoint, target, pieces)
+    return target
 
 
 def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) -> None:

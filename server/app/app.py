@@ -17,7 +17,7 @@ from ropewalk.model.catalogue import Place
 from ropewalk.server.app.cache import CachePlanner, cache_routes
 from ropewalk.server.app.embeddings import embedding_routes
 from ropewalk.server.app.openai import Serving, openai_routes
-from ropewalk.server.app.operations import Loader, model_routes, operation_routes
+from ropewalk.server.app.operations import Loader, model_routes, operation_routes, position_routes
 from ropewalk.server.app.tokens import token_routes
 from ropewalk.server.app.translated import translated_routes
 from ropewalk.server.config import HttpOptions
@@ -104,7 +104,7 @@ def create_app(
     serving = Serving(models, engine, metrics, drain, options)
     routers = [] if loader is None else [model_routes(serving, loader)]
     routers += [openai_routes(serving), translated_routes(serving)]
-    routers += [embedding_routes(serving), token_routes(serving)]
+    routers += [embedding_routes(serving), token_routes(serving), position_routes(serving)]
     if planners is not None:
         routers.append(cache_routes(serving, planners))
     routers.append(operation_routes(serving, installed("ropewalk"), place))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -34,7 +34,9 @@ from ropewalk.server.openai.served_models import Served
 
 if TYPE_CHECKING:
     from ropewalk.server.app.sequences import Sequences
+    from ropewalk.server.app.watching import Watch
 
+_EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 RESTS_ON = (
     "seconds for one block over all layers, measured when the model was loaded: rotating its keys "
     "and copying its entries as part of a long run of blocks, and computing its tokens with none "
@@ -64,6 +66,15 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
             for served in chosen
         ]
         return JSONResponse({"object": "list", "data": data})
+
+    watches: dict[str, Watch] = {}
+
+    @router.get("/v1/cache/stream", response_model=None, responses=_EVENTS)
+    async def stream(request: Request, model: str | None = None) -> Response:
+        """The same as a stream: a snapshot, then what changes, for as long as somebody listens."""
+        from ropewalk.server.app.watching import cache_stream
+
+        return await cache_stream(serving, planners, watches, request, model)
 
     @router.post("/v1/cache/flush", response_model=None)
     async def flush(request: Request, model: str | None = None) -> Response:
@@ -143,16 +154,25 @@ def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[
         "block_size": planner.block_size,
         "bytes_per_token": planner.bytes_per_token,
         "max_context": served.max_context,
+        **counts(view),
+        "requests": [described_request(request) for request in view.running],
+        "kept": [described_kept(kept) for kept in view.kept],
+        "shared": shared(view),
+    }
+
+
+def counts(view: CacheView) -> dict[str, object]:
+    """What an entry says of the cache as a whole."""
+    return {
         "blocks": asdict(view.blocks),
         "audit": {**asdict(view.audit), "mode": view.audit.mode.value},
         "spill": _spill(view.spill),
         "waiting": view.waiting,
-        "requests": [_request(request) for request in view.running],
-        "kept": [_kept(kept) for kept in view.kept],
-        "shared": [
-            {"block": block, "holders": list(names)} for block, names in view.shared.items()
-        ],
     }
+
+
+def shared(view: CacheView) -> list[dict[str, object]]:
+    return [{"block": block, "holders": list(names)} for block, names in view.shared.items()]
 
 
 def _spill(spill: SpillCounts) -> dict[str, int]:
@@ -165,7 +185,7 @@ def _spill(spill: SpillCounts) -> dict[str, int]:
     }
 
 
-def _request(request: RequestView) -> dict[str, object]:
+def described_request(request: RequestView) -> dict[str, object]:
     return {
         "id": request.id,
         "known_tokens": request.known,
@@ -176,7 +196,7 @@ def _request(request: RequestView) -> dict[str, object]:
     }
 
 
-def _kept(kept: KeptView) -> dict[str, object]:
+def described_kept(kept: KeptView) -> dict[str, object]:
     return {"id": kept.id, "known_tokens": kept.known, **_sequence(kept.stored)}
 
 

@@ -18,7 +18,7 @@ from ropewalk.server.app.openai import SCHEMAS
 from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
-from ropewalk.server.openai import kept_bodies
+from ropewalk.server.openai import kept_bodies, positions_body
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
 from ropewalk.server.openai.schemas import BODIES
 from ropewalk.server.translators.messages_body import CountBody, MessagesBody
@@ -63,13 +63,8 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    bodies: tuple[type[BaseModel], ...] = (
-        *BODIES,
-        *kept_bodies.BODIES,
-        ResponsesBody,
-        MessagesBody,
-        CountBody,
-    )
+    bodies: list[type[BaseModel]] = [*BODIES, *kept_bodies.BODIES, *positions_body.BODIES]
+    bodies += [ResponsesBody, MessagesBody, CountBody]
     about = get_openapi(
         title=app.title,
         version=app.version,

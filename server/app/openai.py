@@ -8,12 +8,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from json import dumps
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -66,6 +66,7 @@ MANY_REQUESTS = 64  # which take milliseconds to make
 MANY_TOKENS = 1024  # which take milliseconds to serialise where they have scores
 
 Batches = AsyncGenerator[Batch, None]
+T = TypeVar("T")
 
 _log = logging.getLogger("ropewalk.http")
 
@@ -104,9 +105,14 @@ class Serving:
             state["visit"].choose(own)
         if self.models.get(own) is not None:
             return await self.models.hold(own, state["held"])
-        try:  # who leaves meanwhile must not keep a place at the door
+        # Who leaves meanwhile must not keep a place at the door.
+        return await self.awaited(request, self.models.hold(own, state["held"]))
+
+    async def awaited(self, request: Request, work: Awaitable[T]) -> T:
+        """What it gives, unless the client leaves, time is over or the server must stop."""
+        try:
             async with Lifeline(request.receive, self.options.request_timeout_s, self.drain):
-                return await self.models.hold(own, state["held"])
+                return await work
         except Ended as ended:
             if ended.why is End.DISCONNECTED:
                 raise ClientDisconnect from None
@@ -238,6 +244,8 @@ class EngineResponse(Response):
     """What the engine computes, sent. Raises errors before the first byte, to become a status."""
 
     _ping = PING  # keeps an idle stream open
+    _ping_s: float | None = None  # None: as usual
+    _seconds: float | None = None  # that it may take; None: what --request-timeout says
 
     def __init__(
         self,
@@ -256,8 +264,11 @@ class EngineResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         serving, model, state = self._serving, self._model, state_of(scope)
         state["requests"], state["n"] = self._requests, self._n
-        ping_s, stalled_s = serving.options.ping_s, serving.options.stalled_write_s
-        lifeline = Lifeline(receive, serving.options.request_timeout_s, serving.drain)
+        options = serving.options
+        ping_s = options.ping_s if self._ping_s is None else self._ping_s
+        seconds = options.request_timeout_s if self._seconds is None else self._seconds
+        stalled_s = options.stalled_write_s
+        lifeline = Lifeline(receive, seconds, serving.drain)
         out = EventStream(send, lifeline, ping=self._ping, ping_s=ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
@@ -266,7 +277,7 @@ class EngineResponse(Response):
         except Ended as ended:
             state["failure"] = ended.why.name.lower()
             if ended.why in (End.DISCONNECTED, End.STALLED):
-                serving.metrics.disconnected(model)
+                self._left()
                 _abort_connection(scope)
                 return
             error = _cut_short(ended.why)
@@ -299,6 +310,10 @@ class EngineResponse(Response):
     def _failure(self, error: ServeError) -> str:
         """Events that end a stream in place of what it lacks."""
         raise NotImplementedError
+
+    def _left(self) -> None:
+        """The client has left before the end."""
+        self._serving.metrics.disconnected(self._model)
 
     async def _send_whole(self, body: bytes, lifeline: Lifeline, send: Send) -> None:
         headers = [

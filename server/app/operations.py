@@ -5,15 +5,20 @@ import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import Scope
 
 from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
 from ropewalk.server.app.openai import Serving, accepts
-from ropewalk.server.engine.openmp import aside
+from ropewalk.server.engine.openmp import Turns, aside
 from ropewalk.server.errors import DeadlineExceeded, NotReady
+from ropewalk.server.http.middleware import wants_page
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import ModelBody
@@ -105,6 +110,67 @@ def operation_routes(serving: Serving, version: str, place: Place | None) -> API
         """This description, as a page."""
         _, page = await asyncio.to_thread(found, request.app)
         return HTMLResponse(page)
+
+    if serving.options.explorer:
+        router.routes.append(_ForBrowsers("/", _explorer, include_in_schema=False))
+    return router
+
+
+class _ForBrowsers(APIRoute):
+    """A route that others do not have."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
+
+
+async def _explorer() -> Response:
+    """A page that shows what each encoding does to a live cache."""
+    html, headers = await asyncio.to_thread(_explorer_page)
+    return HTMLResponse(html, headers=headers)
+
+
+@cache
+def _explorer_page() -> tuple[str, dict[str, str]]:
+    from ropewalk.server.app.explorer import joined  # few clients are browsers
+
+    return joined()
+
+
+def position_routes(serving: Serving) -> APIRouter:
+    """What they take is imported when somebody asks: few do."""
+    router, turns = APIRouter(), Turns()
+
+    def positions() -> ModuleType:
+        import ropewalk.server.app.positions as found
+
+        return found
+
+    async def beside(request: Request, compute: Callable[..., bytes], *of: object) -> Response:
+        answer = await serving.awaited(request, turns.aside(compute, *of))
+        return Response(answer, media_type="application/json")
+
+    @router.post("/v1/positions/explain", **accepts("ExplainBody"))
+    async def explain(request: Request) -> Response:
+        """A query's attention scores in one layer, split into content and position."""
+        found = await asyncio.to_thread(positions)
+        body = await body_of(request, found.ExplainBody)
+        served = await serving.find(request, body.model)
+        return await beside(request, found.explained, body, served)
+
+    @router.get("/v1/positions/audit", response_model=None)
+    async def arms(request: Request, model: str | None = None) -> Response:
+        """Encodings under which an audit can append to what a model has cached."""
+        found = await asyncio.to_thread(positions)
+        (served,) = await serving.chosen(request, serving.models.name(model))
+        return await beside(request, found.arms, served)
+
+    @router.post("/v1/positions/audit", **accepts("AuditBody"))
+    async def audit(request: Request) -> Response:
+        """What appending tokens does to the blocks before them, byte by byte."""
+        found = await asyncio.to_thread(positions)
+        body = await body_of(request, found.AuditBody)
+        served = await serving.find(request, body.model)
+        return await beside(request, found.audited, body, served)
 
     return router
 

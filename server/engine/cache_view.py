@@ -3,11 +3,12 @@
 Made on the engine thread, which owns the cache; the result is a copy. No torch.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ropewalk.cache.keeper import SpillCounts
-from ropewalk.cache.manager import BlockCounts, CacheManager
+from ropewalk.cache.manager import BlockCounts, CacheManager, PoolView
 from ropewalk.cache.types import Audit
 from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.scheduling.request import Overflow, Request
@@ -59,6 +60,7 @@ class AuditView:
 class CacheView:
     """`shared`: blocks that two or more sequences hold, with the names of the sequences."""
 
+    pool: PoolView
     blocks: BlockCounts
     running: tuple[RequestView, ...]  # oldest first
     kept: tuple[KeptView, ...]  # least recently used first
@@ -66,18 +68,23 @@ class CacheView:
     shared: Mapping[int, tuple[str, ...]]
     audit: AuditView
     spill: SpillCounts  # what the second place holds
+    seconds: float  # of the engine's thread, for this look
 
 
 def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> CacheView:
     """A snapshot between two steps. Walks every block table."""
+    began = time.perf_counter()
+    pool = manager.pool()
     return CacheView(
+        pool=pool,
         blocks=manager.counts(),
         running=tuple(_request(manager, request) for request in scheduler.running),
         kept=tuple(_kept(manager, kept) for kept in scheduler.kept.all()),
         waiting=len(scheduler.waiting),
-        shared=_shared(manager),
+        shared=_shared(manager, pool),
         audit=audit,
         spill=manager.spilled(),
+        seconds=time.perf_counter() - began,
     )
 
 
@@ -102,9 +109,11 @@ def stored_as(manager: CacheManager, name: str) -> SequenceView:
     return SequenceView(tuple(table.blocks), tuple(table.bases), manager.computed(name))
 
 
-def _shared(manager: CacheManager) -> dict[int, tuple[str, ...]]:
+def _shared(manager: CacheManager, pool: PoolView) -> dict[int, tuple[str, ...]]:
+    counts = pool.holders
     holders: dict[int, list[str]] = {}
     for name in manager.sequences:
         for block in manager.table(name).blocks:
-            holders.setdefault(block, []).append(name)
-    return {block: tuple(names) for block, names in sorted(holders.items()) if len(names) > 1}
+            if counts[block] > 1:
+                holders.setdefault(block, []).append(name)
+    return {block: tuple(names) for block, names in sorted(holders.items())}

@@ -12,9 +12,12 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from ropewalk.server.errors import QueueFull
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
+MOST_WAITING = 8
 _OMP_PAUSE_SOFT = 1  # as OpenMP 5.0 numbers it
 
 
@@ -44,3 +47,29 @@ async def aside(compute: Callable[P, T], *arguments: P.args, **named: P.kwargs) 
             end_idle_threads()
 
     return await asyncio.to_thread(computed)
+
+
+class Turns:
+    """`aside` for requests, one computation at a time. One whose caller left goes on to its end."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def aside(self, compute: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Raises QueueFull where MOST_WAITING wait already."""
+        if self._waiting >= MOST_WAITING:
+            raise QueueFull("others are computed first; send the request again in a few seconds")
+        self._waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._waiting -= 1
+        task = asyncio.create_task(aside(compute, *arguments, **named))
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: "asyncio.Task[T]") -> None:
+        self._turn.release()
+        if not task.cancelled():
+            task.exception()  # which somebody has seen, unless they left

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from logging import getLogger
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -27,7 +27,7 @@ from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.loading.checkpoints import Checkpoint, CheckpointError
+from ropewalk.model.loading.checkpoints import CheckpointError, InUse
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
 from ropewalk.server.app.app import Application, create_app
@@ -382,7 +382,11 @@ def _complete(
         max_context=context,
         speed=speed,
     )
-    served = _served(name, model.aliases, model.checkpoint, facts, limits)
+    bits: Literal[8, 4] | None = None
+    if config.loading.quantize is not None:
+        bits = 8 if config.loading.quantize == "int8" else 4
+    in_use = InUse(model.checkpoint, model.context, model.dtype, kv_dtype, bits, block_size)
+    served = _served(name, model.aliases, in_use, facts, limits)
     return Loaded(served, made.engine, facts, model.place, planner, defect, publisher)
 
 
@@ -498,10 +502,11 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
 def _served(
     name: str,
     aliases: tuple[str, ...],
-    checkpoint: Checkpoint,
+    in_use: InUse,
     facts: ModelFacts,
     limits: Limits,
 ) -> Served:
+    checkpoint = in_use.checkpoint
     shape, template = checkpoint.config, checkpoint.chat_template
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
@@ -528,6 +533,7 @@ def _served(
             if isinstance(shape, EncoderDecoderConfig)
             else Grammars(checkpoint.tokenizer, vocab_size, checkpoint.stop_ids)
         ),
+        in_use=in_use,
         details={
             "architecture": facts.architecture,
             "vocab_size": vocab_size,

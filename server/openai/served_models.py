@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.model.config import USUAL, Embedding
+from ropewalk.model.loading.checkpoints import InUse
 from ropewalk.model.tokenizers.base import Tokenizer
 from ropewalk.server.errors import ModelNotFound, quoted
 from ropewalk.server.structured.compiler import Grammars
@@ -50,6 +51,7 @@ class Served:
     max_at_once: int | None = None  # answers that an idle engine takes; None: any number
     conventions: Conventions = NO_TEMPLATE  # of the chat template
     grammars: Grammars | None = None  # None: answers cannot be held to one
+    in_use: InUse | None = None  # for what is computed beside the engine
 
     def room(self, num_prompt: int) -> int:
         """The most tokens that an answer to a prompt of that length can have."""

@@ -239,8 +239,26 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         {"operation": OPERATION, "count": _of(1, 16)},
         {"first": _of(0, 1, 16), "onto": _of(NOBODY), "prompt": _any(_text, _ids)},
     ),
+    "/v1/positions/explain": (
+        {"model": MODEL, "input": _any(_text, _ids)},
+        {
+            "layer": _of(0, 1, 3, 4),
+            "query": _of(0, 1, 300),
+            "key": _of(0, 1, 300),
+            "add_special_tokens": _of(True, False),
+        },
+    ),
+    "/v1/positions/audit": (
+        {"model": MODEL, "prompt": _any(_text, _ids), "append": _any(_of(1, 3, 129), _ids)},
+        {
+            "arm": _of("own", "rope:dynamic", "alibi", "nothing"),
+            "layers": _of(1, 9),
+            "steps": _of(1, 9),
+            "trained_length": _of(1, 9),
+        },
+    ),
 }
-_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.5)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.5, 2, 0.3)
 
 
 def draw_stream(draw: Random) -> Stream:

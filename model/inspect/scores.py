@@ -1,0 +1,315 @@
+"""One query's attention scores in one layer of a served model, split into content and position.
+
+Computed by the definition, op by op in torch on the CPU, from the checkpoint's weights as they are
+served: rounded to the same dtype or bits. Each weight is read when its op needs it, so that a large
+model takes little memory. Only numbers, no pictures.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ropewalk.cache.kv import KVCache
+from ropewalk.model import recipes
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.batch import ForwardBatch, in_order, of_one
+from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.encodings.base import (
+    LinearBias,
+    ScoreBias,
+    TableBias,
+    create,
+    embeds,
+    rotates,
+)
+from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.inspect.explain.rotating import find_pair_rotation
+from ropewalk.model.layers.executor import Pass, TorchExecutor, in_heads, rotated, spec_of
+from ropewalk.model.loading.checkpoints import InUse, load_encoding, read_parameter
+from ropewalk.model.program import Attend, Linear, Op, Program, Rotate
+from ropewalk.model.weights.quantize import Weight, round_matrices
+
+CPU = torch.device("cpu")
+FARTHEST = 512  # distances that the curve of a bias has
+Kind = Literal["rotation", "bias", "embedding", "several", "none"]
+
+WITHIN = (
+    "the position is part of every token's vector before layer 0, and what the layers made of it "
+    "since cannot be told apart from the content"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two coordinates that rotate together, `frequency` radians per position.
+
+    For each head it adds magnitude · cos(distance · frequency + phase) to the score of the chosen
+    key; [heads] each.
+    """
+
+    coordinates: tuple[int, int]
+    frequency: float
+    magnitudes: Tensor | None = None
+    phases: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Tensors are float32, [heads, keys]. content + position = scores, up to rounding.
+
+    content: the score if query and key were at the same position. Both are None where nothing
+    can be split, and `why_not` says why.
+    """
+
+    encoding: str
+    kind: Kind
+    window: int | None
+    causal: bool
+    kv_heads: int
+    scale: float
+    scores: Tensor
+    weights: Tensor
+    content: Tensor | None
+    position: Tensor | None
+    why_not: str | None
+    pairs: tuple[Pair, ...]
+    still: Tensor | None  # [heads]: what coordinates that do not rotate add for the chosen key
+    distances: Tensor | None  # [distances]
+    curve: Tensor | None  # [heads, distances]: the bias
+
+
+class Weights(Mapping[str, Weight]):
+    """A checkpoint's, as they are served; read when they are asked for, and not kept."""
+
+    def __init__(self, served: InUse, ops: Sequence[Op]) -> None:
+        self._served = served
+        self._matrices = {f"{op.name}.weight" for op in ops if isinstance(op, Linear)}
+        self._embedding: Tensor | None = None  # which says what the dtype is
+
+    def __getitem__(self, name: str) -> Weight:
+        if name == "embed.weight" and self._embedding is not None:
+            return self._embedding
+        weight = read_parameter(self._served.checkpoint, name, self._served.dtype)
+        if name == "embed.weight":
+            self._embedding = weight
+        if self._served.bits is None or name not in self._matrices:
+            return weight
+        return round_matrices({name: weight}, {name}, self._served.bits)[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._served.checkpoint.parameters)
+
+    def __len__(self) -> int:
+        return len(self._served.checkpoint.parameters)
+
+
+def program_of(served: InUse) -> Program:
+    """The program that is served, its weights still in their files. Raises CheckpointError."""
+    checkpoint, config = served.checkpoint, served.checkpoint.config
+    encoding = create(config.encoding, config, served.context, CPU)
+    load_encoding(checkpoint, encoding)
+    of_encoder = None
+    if isinstance(config, EncoderDecoderConfig):
+        encoder = config.encoder
+        of_encoder = create(encoder.encoding, encoder, served.context, CPU)
+        load_encoding(checkpoint, of_encoder, side="encoder.")
+    bare = recipes.program(config, {}, encoding, of_encoder)
+    weights = Weights(served, (*bare.prompt_ops, *bare.ops))
+    return recipes.program(config, weights, encoding, of_encoder)
+
+
+def layers_of(config: ModelConfig) -> int:
+    """Those whose scores can be explained: of an encoder-decoder, the encoder's."""
+    return config.encoder.layers if isinstance(config, EncoderDecoderConfig) else config.layers
+
+
+@torch.inference_mode()
+def explain(
+    served: InUse, tokens: Sequence[int], layer: int, query: int, key: int | None
+) -> Explanation:
+    """Scores of token number `query` over all others in `layer`; pairs for the one number `key`."""
+    program = program_of(served)
+    ops = program.prompt_ops or program.ops
+    seen = Looked(program, ops, layer, tokens, served)
+    return seen.explanation(query, key)
+
+
+class Looked:
+    """A pass over `tokens` up to a layer's attention, and what that finds."""
+
+    def __init__(
+        self,
+        program: Program,
+        ops: Sequence[Op],
+        layer: int,
+        tokens: Sequence[int],
+        served: InUse,
+    ) -> None:
+        attends = [i for i, op in enumerate(ops) if isinstance(op, Attend) and not op.crosses]
+        at = attends[layer]
+        turns = max(i for i, op in enumerate(ops[:at]) if isinstance(op, Rotate))
+        attend = ops[at]
+        assert isinstance(attend, Attend) and attend.encoding is not None
+        self.op, self.encoding = attend, attend.encoding
+        self.whole = program.encoder_encoding or program.encoding
+        self.config, self.layer = program.config, layer
+        self.reference = ReferenceAttention(spec_of(attend, program))
+        size = served.block_size
+        table = in_order(-(-len(tokens) // size), size)
+        self.batch = of_one(tokens, 0, table, size, wanted=1, device=CPU)
+        self._blocks, self._served = len(table.blocks), served
+        executor = TorchExecutor(program, ReferenceAttention)
+        now = Pass(self.batch, self._cache())
+        before = executor.run(ops, range(turns), now, {})
+        # Before anything turned them.
+        self.q, self.k = (in_heads(before[name], attend.head_dim) for name in ("q", "k"))
+        self.v = in_heads(before["v"], attend.head_dim)
+        after = executor.run(ops, range(turns, at), now, before)
+        self.queries = in_heads(after["q"], attend.head_dim)
+        self.kv = now.layer(attend.layer)
+
+    def explanation(self, query: int, key: int | None) -> Explanation:
+        encoding, op, batch = self.encoding, self.op, self.batch
+        row, count = slice(query, query + 1), len(batch.tokens)
+        keys, _, positions = self.reference.gather(self.kv, batch, 0, count)
+        rotation = encoding.rotation()
+        plain = self.reference.scores(
+            self.queries[row], keys, batch.positions[row], positions, batch.offsets, rotation
+        )[:, 0]
+        kind = self.kind
+        content, position, why_not = plain, torch.zeros_like(plain), None
+        turned = rotates(encoding) or rotation is not None
+        q, k = self.at_same_position() if turned else (self.queries, keys)
+        if turned:
+            zero = torch.zeros_like(batch.positions)
+            content = self.reference.scores(q[row], k, zero[row], zero, zero, rotation)[:, 0]
+            position = plain - content
+        scores = plain
+        bias = encoding.score_bias()
+        if bias is not None:
+            added = bias.between(batch.positions[row], positions)[:, 0]
+            scores = plain + added
+            position = position + added if turned else added
+        hidden = self.reference.hidden(count, count, CPU)[query]
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        split = not embeds(self.whole)
+        distances, curve = self._curve(bias, query)
+        pairs, still = self._pairs(q[query], None if key is None else k[key], rotation is not None)
+        return Explanation(
+            encoding=self.config.encoding.name,
+            kind=kind,
+            window=op.window,
+            causal=op.causal,
+            kv_heads=op.kv_heads,
+            scale=op.scale,
+            scores=scores.float(),
+            weights=weights.float(),
+            content=content.float() if split else None,
+            position=position.float() if split else None,
+            why_not=why_not if split else WITHIN,
+            pairs=pairs,
+            still=still,
+            distances=distances,
+            curve=curve,
+        )
+
+    @property
+    def kind(self) -> Kind:
+        """What the encoding does in this layer, or before the first."""
+        encoding = self.encoding
+        found: list[Kind] = []
+        if rotates(encoding) or encoding.rotation() is not None:
+            found.append("rotation")
+        if encoding.score_bias() is not None:
+            found.append("bias")
+        if embeds(self.whole):
+            found.append("embedding")
+        return "several" if len(found) > 1 else found[0] if found else "none"
+
+    def at_same_position(self) -> tuple[Tensor, Tensor]:
+        """Queries [T, heads, head_dim] and gathered keys as if all tokens were at position 0."""
+        zero = torch.zeros_like(self.batch.positions)
+        q, k = rotated(self.encoding, self.q, self.k, _at(self.batch, zero))
+        kv = self._cache().layer(self.op.layer)  # which may round them
+        kv.write(k, self.v, self.batch.slots)
+        return q, self.reference.gather(kv, self.batch, 0, len(self.batch.tokens))[0]
+
+    def _cache(self) -> KVCache:
+        served = self._served
+        return KVCache(
+            self.config,
+            blocks=self._blocks,
+            block_size=served.block_size,
+            dtype=served.kv_dtype,
+            device=CPU,
+        )
+
+    def _curve(self, bias: ScoreBias | None, query: int) -> tuple[Tensor | None, Tensor | None]:
+        """The bias by distance; one that depends on more is that of the query's own keys."""
+        if bias is None:
+            return None, None
+        count = len(self.batch.tokens)
+        if isinstance(bias, LinearBias | TableBias):
+            far = min(self._served.context, FARTHEST)
+            distances = torch.arange(0 if self.op.causal else 1 - far, far)
+            return distances, bias.at(distances).float()
+        keys = torch.arange(query + 1 if self.op.causal else count)
+        values = bias.between(torch.tensor([query]), keys)[:, 0]
+        return query - keys, values.float()
+
+    def _pairs(
+        self, q: Tensor, k: Tensor | None, left: bool
+    ) -> tuple[tuple[Pair, ...], Tensor | None]:
+        """q, k [heads, head_dim]: of query and key, as if at one position. left: to attention."""
+        turning = self._turning()
+        if not turning:
+            return (), None
+        if k is None:
+            return tuple(Pair(each, speed) for each, speed in turning), None
+        q, k = q.to(self.reference.dtype), k.to(self.reference.dtype)
+        if left and isinstance(self.encoding, RoPE):
+            q = _magnified(q, self.encoding)
+            k = _magnified(k, self.encoding) if self.encoding.key_frame == "raw" else k
+        first, second = torch.tensor([each for each, _ in turning]).t()
+        straight = q[:, first] * k[:, first] + q[:, second] * k[:, second]
+        crossed = q[:, second] * k[:, first] - q[:, first] * k[:, second]
+        sizes = torch.hypot(straight, crossed) * self.op.scale
+        phases = torch.atan2(crossed, straight)
+        rest = [i for i in range(q.shape[1]) if i not in {*first.tolist(), *second.tolist()}]
+        still = (q[:, rest] * k[:, rest]).sum(dim=1) * self.op.scale
+        return tuple(
+            Pair(each, speed, size.float(), phase.float())
+            for (each, speed), size, phase in zip(turning, sizes.t(), phases.t(), strict=True)
+        ), still.float()
+
+    def _turning(self) -> list[tuple[tuple[int, int], float]]:
+        """Pairs of coordinates and radians per position, fastest first."""
+        encoding = self.encoding
+        if isinstance(encoding, RoPE):
+            half = encoding.width // 2
+            pairs = [
+                (i, i + half) if encoding.layout == "half" else (2 * i, 2 * i + 1)
+                for i in range(half)
+            ]
+            return list(zip(pairs, encoding.frequencies.tolist(), strict=True))
+        if not rotates(encoding):
+            return []
+        found = find_pair_rotation(encoding, self.config, min(self._served.context, 1 << 12))
+        if found is None:
+            return []
+        return list(zip(found.pairs, found.speeds.tolist(), strict=True))
+
+
+def _magnified(x: Tensor, rope: RoPE) -> Tensor:
+    """The factor of a scaling on the rotated coordinates, which attention still has to apply."""
+    factor = torch.ones(x.shape[-1], dtype=x.dtype)
+    factor[: rope.width] = rope.magnitude
+    return x * factor
+
+
+def _at(batch: ForwardBatch, zero: Tensor) -> ForwardBatch:
+    """The batch with every token at position and offset 0."""
+    return replace(batch, positions=zero, offsets=zero)

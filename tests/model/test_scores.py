@@ -1,0 +1,141 @@
+"""Explained scores are those that attention computes, for every encoding and family.
+
+The oracle is another implementation of attention: what it finds is what the explained weights make
+of the values.
+"""
+
+import pytest
+import torch
+
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.batch import in_order, of_one
+from ropewalk.model.encodings.base import embeds, rotates
+from ropewalk.model.inspect.scores import Looked, explain, layers_of, program_of
+from ropewalk.model.layers.executor import Pass, TorchExecutor
+from ropewalk.model.loading.checkpoints import InUse, open_checkpoint
+from ropewalk.model.program import Attend, quantized
+from tests.model import checkpoints, encoder_decoders
+from tests.model.families import FAMILIES
+from tests.model.test_parity import drawn
+from tests.model.tiny import ENCODINGS, tiny
+from tests.model.tiny import program_of as program_in
+
+CPU = torch.device("cpu")
+TOKENS = [1 + n * 7 % 29 for n in range(37)]
+SIZE = 16
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def attended(program, layer, tokens, kv_dtype, backend=SdpaAttention):
+    """What attention over each token finds in a layer [T, heads, head_dim], and the values."""
+    ops = program.prompt_ops or program.ops
+    at = [i for i, op in enumerate(ops) if isinstance(op, Attend) and not op.crosses][layer]
+    table = in_order(-(-len(tokens) // SIZE), SIZE)
+    batch = of_one(tokens, 0, table, SIZE, wanted=1, device=CPU)
+    kv = KVCache(program.config, blocks=8, block_size=SIZE, dtype=kv_dtype, device=CPU)
+    op, now = ops[at], Pass(batch, kv)
+    found = TorchExecutor(program, backend).run(ops, range(at + 1), now, {})["y"]
+    index = torch.arange(len(tokens))
+    _, values = now.layer(op.layer).read(index // SIZE, index % SIZE, dtype=torch.float32)
+    repeated = values.repeat_interleave(op.heads // op.kv_heads, dim=1)
+    return found.view(len(tokens), op.heads, op.head_dim), repeated
+
+
+def assert_explained(seen, query, key, found, values, tolerance, turned=2e-4):
+    """A score is what was said of its parts; returns the explanation.
+
+    turned: how far off a key may be that is rounded after it is turned.
+    """
+    made = torch.einsum("hk,khd->hd", seen.weights, values)
+    torch.testing.assert_close(made, found[query].float(), atol=tolerance, rtol=tolerance)
+    if seen.content is None:
+        assert seen.why_not and seen.kind in ("embedding", "several")
+    else:
+        assert seen.why_not is None
+        largest = float(seen.scores.abs().max())
+        torch.testing.assert_close(
+            seen.content + seen.position, seen.scores, atol=1e-6 * (1 + largest), rtol=1e-5
+        )
+    if seen.kind == "none":
+        assert not seen.position.any()
+    if seen.pairs:
+        distance = query - key
+        at = seen.still + sum(
+            each.magnitudes * torch.cos(distance * each.frequency + each.phases)
+            for each in seen.pairs
+        )
+        there = seen.scores[:, key]
+        if seen.kind == "rotation":
+            atol = turned * (1 + float(there.abs().max()))
+            torch.testing.assert_close(at, there, atol=atol, rtol=0)
+    return seen
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_scores_of_every_encoding(name):
+    program = program_in(tiny(name))
+    use = InUse(None, 256, torch.float64, torch.float64, None, SIZE)
+    for layer in (0, 1):
+        found, values = attended(program, layer, TOKENS, torch.float64)
+        looked = Looked(program, program.ops, layer, TOKENS, use)
+        encoding = program.encoding.for_layer(layer)
+        for query, key in ((36, 3), (20, 20), (0, 0)):
+            seen = looked.explanation(query, key)
+            assert_explained(seen, query, key, found, values, 1e-5)
+            turns = rotates(encoding) or encoding.rotation() is not None
+            biased = encoding.score_bias() is not None
+            assert (seen.kind == "rotation", seen.kind == "bias") == (turns, biased)
+            assert (seen.kind == "embedding") == embeds(program.encoding)
+            assert bool(seen.pairs) == turns and (seen.curve is not None) == biased
+            if biased:
+                by = dict(zip(seen.distances.tolist(), seen.curve.t(), strict=True))
+                assert torch.equal(by[query - key], seen.position[:, key])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_scores_of_every_family(name, tmp_path):
+    """From a checkpoint, whose weights are read when they are needed."""
+    row = FAMILIES[name]
+    folder = checkpoints.save(drawn(row.config), tmp_path / "model")
+    checkpoint = open_checkpoint(folder)
+    context = row.context or checkpoint.config.trained_context
+    use = InUse(checkpoint, context, torch.float32, torch.float32, None, SIZE)
+    last = checkpoint.config.layers - 1
+    program = checkpoints.loaded(checkpoint, context=context).executor.program
+    found, values = attended(program, last, TOKENS, torch.float32)
+    seen = explain(use, TOKENS, last, 36, 5)
+    assert_explained(seen, 36, 5, found, values, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["t5", "umt5"])
+def test_scores_of_an_encoder(name, tmp_path):
+    config = getattr(encoder_decoders, name)()
+    folder = checkpoints.save(encoder_decoders.random_model(config), tmp_path / "model")
+    use = InUse(open_checkpoint(folder), 64, torch.float32, torch.float32, None, SIZE)
+    program = program_of(use)
+    layer = layers_of(program.config) - 1
+    found, values = attended(program, layer, TOKENS, torch.float32)
+    seen = assert_explained(explain(use, TOKENS, layer, 9, 30), 9, 30, found, values, 1e-4)
+    assert not seen.causal and seen.weights[:, 10:].all() and seen.kind == "bias"
+    assert seen.distances.tolist() == list(range(-63, 64))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_are_those_of_weights_and_caches_as_they_are_served(dtype, bits, kv_dtype, tmp_path):
+    folder = checkpoints.save(drawn(FAMILIES["llama-tied"].config), tmp_path / "model")
+    checkpoint = open_checkpoint(folder)
+    kv_dtype = dtype if kv_dtype is torch.float32 else kv_dtype
+    use = InUse(checkpoint, 64, dtype, kv_dtype, bits, SIZE)
+    program = checkpoints.loaded(checkpoint, dtype, context=64).executor.program
+    program = program if bits is None else quantized(program, bits)
+    # The other implementation rounds more where there are fewer bits.
+    exact = dtype is torch.float32
+    backend, loose = (SdpaAttention, 1e-4) if exact else (ReferenceAttention, 0.02)
+    found, values = attended(program, 1, TOKENS, kv_dtype, backend)
+    turned = 2e-4 if kv_dtype is torch.float32 else 0.02
+    assert_explained(explain(use, TOKENS, 1, 36, 5), 36, 5, found, values, loose, turned)
