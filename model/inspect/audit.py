@@ -136,7 +136,7 @@ class Watch:
         before, after = self.left, _copy(self.kv)
         self.left = after
 
-        differs = _bytes_differ(before, after)
+        differs = bytes_differ(before, after)
         should = torch.zeros_like(differs)
         stale = torch.zeros_like(differs)
         right = self._from_scratch()
@@ -221,7 +221,7 @@ def _copy(kv: KVCache) -> Tensor:
     return torch.stack(layers, dim=1).flatten(2, 3)
 
 
-def _bytes_differ(a: Tensor, b: Tensor) -> Tensor:
+def bytes_differ(a: Tensor, b: Tensor) -> Tensor:
     """[..., head_dim] → [...]: compares bytes, so that NaN equals itself and -0 differs from 0."""
     return (a.view(torch.uint8) != b.view(torch.uint8)).any(dim=-1)
 

@@ -155,8 +155,8 @@ def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[
         "bytes_per_token": planner.bytes_per_token,
         "max_context": served.max_context,
         **counts(view),
-        "requests": [described_sequence(request) for request in view.running],
-        "kept": [described_sequence(kept) for kept in view.kept],
+        "requests": [described_request(request) for request in view.running],
+        "kept": [described_kept(kept) for kept in view.kept],
         "shared": shared(view),
     }
 
@@ -185,18 +185,19 @@ def _spill(spill: SpillCounts) -> dict[str, int]:
     }
 
 
-def described_sequence(held: RequestView | KeptView) -> dict[str, object]:
-    """A running request or a kept sequence."""
-    known = {"id": held.id, "known_tokens": held.known}
-    if isinstance(held, KeptView):
-        return {**known, **_sequence(held.stored)}
+def described_request(request: RequestView) -> dict[str, object]:
     return {
-        **known,
-        "dropped_tokens": held.dropped,
-        "overflow": held.overflow.value,
-        **_sequence(held.stored),
-        "source": None if held.source is None else _sequence(held.source),
+        "id": request.id,
+        "known_tokens": request.known,
+        "dropped_tokens": request.dropped,
+        "overflow": request.overflow.value,
+        **_sequence(request.stored),
+        "source": None if request.source is None else _sequence(request.source),
     }
+
+
+def described_kept(kept: KeptView) -> dict[str, object]:
+    return {"id": kept.id, "known_tokens": kept.known, **_sequence(kept.stored)}
 
 
 def _sequence(sequence: SequenceView) -> dict[str, object]:

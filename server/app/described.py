@@ -18,9 +18,8 @@ from ropewalk.server.app.openai import SCHEMAS
 from ropewalk.server.errors import error_codes
 from ropewalk.server.http.middleware import ANSWERED, OPEN_PATHS
 from ropewalk.server.long_work import json_bytes
-from ropewalk.server.openai import kept_bodies
+from ropewalk.server.openai import kept_bodies, positions_body
 from ropewalk.server.openai.body import HARMLESS, UNSUPPORTED
-from ropewalk.server.openai.positions_body import ExplainBody
 from ropewalk.server.openai.schemas import BODIES
 from ropewalk.server.translators.messages_body import CountBody, MessagesBody
 from ropewalk.server.translators.responses_body import ResponsesBody
@@ -30,6 +29,8 @@ _NULL = {"type": "null"}
 _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
 _WITH_BODY = (413, 415)
 _OF_ENGINE = (429, 504)
+_OF_KEPT = (403, 409)  # of what keeps sequences or continues them
+_KEPT, _KEEPING = "/v1/cache/sequences", ("/v1/completions", "/v1/chat/completions")
 _TEXT = {"type": "string"}
 _MESSAGES_ERROR = {
     "type": "object",
@@ -62,13 +63,8 @@ def description(app: FastAPI, names: Sequence[str], *, with_key: bool) -> tuple[
 
 def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str, Any]:
     """The application in OpenAPI 3.1."""
-    of_others = (ResponsesBody, MessagesBody, CountBody)
-    bodies: tuple[type[BaseModel], ...] = (
-        *BODIES,
-        *kept_bodies.BODIES,
-        ExplainBody,
-        *of_others,
-    )
+    bodies: list[type[BaseModel]] = [*BODIES, *kept_bodies.BODIES, *positions_body.BODIES]
+    bodies += [ResponsesBody, MessagesBody, CountBody]
     about = get_openapi(
         title=app.title,
         version=app.version,
@@ -95,7 +91,10 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
             if needs_key:
                 operation["security"] = [{"key": []}]
             statuses = [*_ANYWHERE, *(_WITH_BODY if method == "post" else ())]
-            statuses += [*(_OF_ENGINE if path in ANSWERED else ()), *([401] if needs_key else ())]
+            kept = path.startswith(_KEPT)
+            statuses += [*(_OF_ENGINE if kept or path in ANSWERED else ())]
+            statuses += [*(_OF_KEPT if kept or path in _KEEPING else ())]
+            statuses += [401] if needs_key else []
             operation["responses"] = {"200": operation["responses"]["200"]} | {
                 str(status): _refused(codes[status], path) for status in sorted(statuses)
             }

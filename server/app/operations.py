@@ -145,14 +145,32 @@ def position_routes(serving: Serving) -> APIRouter:
 
         return found
 
+    async def beside(request: Request, compute: Callable[..., bytes], *of: object) -> Response:
+        answer = await serving.awaited(request, turns.aside(compute, *of))
+        return Response(answer, media_type="application/json")
+
     @router.post("/v1/positions/explain", **accepts("ExplainBody"))
     async def explain(request: Request) -> Response:
         """A query's attention scores in one layer, split into content and position."""
         found = await asyncio.to_thread(positions)
         body = await body_of(request, found.ExplainBody)
         served = await serving.find(request, body.model)
-        answer = turns.aside(found.explained, body, served)
-        return Response(await serving.awaited(request, answer), media_type="application/json")
+        return await beside(request, found.explained, body, served)
+
+    @router.get("/v1/positions/audit", response_model=None)
+    async def arms(request: Request, model: str | None = None) -> Response:
+        """Encodings under which an audit can append to what a model has cached."""
+        found = await asyncio.to_thread(positions)
+        (served,) = await serving.chosen(request, serving.models.name(model))
+        return await beside(request, found.arms, served)
+
+    @router.post("/v1/positions/audit", **accepts("AuditBody"))
+    async def audit(request: Request) -> Response:
+        """What appending tokens does to the blocks before them, byte by byte."""
+        found = await asyncio.to_thread(positions)
+        body = await body_of(request, found.AuditBody)
+        served = await serving.find(request, body.model)
+        return await beside(request, found.audited, body, served)
 
     return router
 

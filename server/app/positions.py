@@ -4,17 +4,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ropewalk.model.encodings.base import EncodingError
+from ropewalk.model.inspect.appended import Appended, TooMuch, append, arms_for
+from ropewalk.model.inspect.audit import AuditStep, entries
 from ropewalk.model.inspect.scores import Explanation, Pair, explain, layers_of
 from ropewalk.model.loading.checkpoints import InUse
 from ropewalk.server.errors import InvalidField, PromptTooLong, UnsupportedField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.long_work import json_bytes
-from ropewalk.server.openai.positions_body import ExplainBody
+from ropewalk.server.openai.positions_body import MOST_APPENDED, AuditBody, ExplainBody
 from ropewalk.server.openai.requests import check_ids, check_prompt, encode_now
 from ropewalk.server.openai.scores import spelled
 from ropewalk.server.openai.served_models import Served
 
-MOST_TOKENS = 256
+MOST_TOKENS, MOST_PROMPT = 256, 128
 ABOUT = (
     "content is the score if query and key were at the same position; position is what their "
     "positions add to it"
@@ -152,3 +155,92 @@ def _pair(index: int, pair: Pair, query: int, key: int | None) -> dict[str, obje
 def listed(row: Tensor) -> list[float]:
     """float32 numbers in as many digits as tell them apart."""
     return [float(f"{value:.9g}") for value in row.tolist()]
+
+
+def arms(served: Served) -> bytes:
+    """Which arms an audit of the model can have. Raises UnsupportedField."""
+    config = _auditable(served).checkpoint.config
+    data = [{"arm": name, "note": note} for name, note in arms_for(config).items()]
+    return json_bytes({"object": "list", "model": served.name, "data": data})
+
+
+def audited(body: AuditBody, served: Served) -> bytes:
+    """Takes seconds. Raises InvalidField or a subclass, CheckpointError."""
+    used = _auditable(served)
+    known = arms_for(used.checkpoint.config)
+    if body.arm not in known:
+        raise InvalidField(f"arm should be one of {', '.join(known)}", "arm")
+    prompt = tokens_of(body.prompt, served, "prompt", MOST_PROMPT, bos=body.add_special_tokens)
+    if isinstance(body.append, int):
+        more = [prompt[index % len(prompt)] for index in range(body.append)]
+    else:
+        more = tokens_of(body.append, served, "append", MOST_APPENDED, bos=False)
+    check_prompt([*prompt, *more], served, "append", answered=False)
+    try:
+        found = append(
+            used,
+            body.arm,
+            prompt,
+            more,
+            trained_length=body.trained_length,
+            layers=body.layers,
+            steps=body.steps,
+        )
+    except TooMuch as error:
+        message = f"{served.name} is too large to be audited here: {error}; name a smaller model"
+        raise UnsupportedField(message, "model") from None
+    except EncodingError as error:
+        raise InvalidField(f"this arm cannot be audited: {error}", "arm") from None
+    return json_bytes(_audit(found, served, len(prompt), len(more)))
+
+
+def _auditable(served: Served) -> InUse:
+    if served.encoder_decoder is not None:
+        raise UnsupportedField(
+            f"{served.name} is an encoder-decoder, but only decoders are audited; name one", "model"
+        )
+    return _in_use(served)
+
+
+def _audit(found: Appended, served: Served, prompt: int, more: int) -> dict[str, object]:
+    used = served.in_use
+    assert used is not None
+    steps = [_step(step) for step in found.steps]
+    names = ("written", "changed", "should_change", "stale", "unexpected")
+    return {
+        "object": "positions.audit",
+        "model": served.name,
+        "arm": found.arm,
+        "note": found.note,
+        "trained_length": found.trained_length,
+        "layers": found.layers,
+        "of_layers": used.checkpoint.config.layers,
+        "dtype": "float64",
+        "prompt_tokens": prompt,
+        "appended_tokens": more,
+        "entries_per_token": found.entries_per_token,
+        "totals": {name: sum(step[name] for step in steps) for name in names},
+        "steps": steps,
+        "blocks": [
+            {
+                "first": block.first,
+                "tokens": block.tokens,
+                "before": block.before,
+                "after": block.after,
+                "equal": block.before == block.after,
+                "changed_entries": block.changed,
+            }
+            for block in found.blocks
+        ],
+    }
+
+
+def _step(step: AuditStep) -> dict[str, int]:
+    """In entries. All but `written` are of tokens that were stored before the step."""
+    touched = ("written", "changed", "should_change", "stale")
+    return {
+        "length": step.length,
+        "tokens": step.tokens,
+        **{name: entries(getattr(step, name)) for name in touched},
+        "unexpected": len(step.unexpected),
+    }

@@ -8,11 +8,12 @@ it takes for them, and for writing what they found, to cost next to nothing.
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
 from json import dumps
 from logging import getLogger
+from typing import TypeVar
 
 import numpy as np
 from fastapi import Request, Response
@@ -20,7 +21,14 @@ from numpy.typing import NDArray
 from starlette.types import Receive, Scope, Send
 
 from ropewalk.cache.manager import PoolView
-from ropewalk.server.app.cache import CachePlanner, counts, described, described_sequence, shared
+from ropewalk.server.app.cache import (
+    CachePlanner,
+    counts,
+    described,
+    described_kept,
+    described_request,
+    shared,
+)
 from ropewalk.server.app.openai import EngineResponse, Serving
 from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView
 from ropewalk.server.errors import InternalError, ModelNotLoaded, QueueFull, ServeError
@@ -36,6 +44,8 @@ NEAR = 8  # unchanged blocks between two runs that are cheaper to send than to l
 MANY = 8192  # blocks in tables, which take some milliseconds to write
 
 log = getLogger(__name__)
+
+T = TypeVar("T", bound=RequestView | KeptView)
 
 
 async def cache_stream(
@@ -139,7 +149,7 @@ class Look:
     @property
     def size(self) -> int:
         """Of the snapshot, in blocks."""
-        return sum(len(each.stored.blocks) for each in self.view.sequences)
+        return sum(len(request.stored.blocks) for request in self.view.running)
 
     def written(self) -> bytes:
         return self.snapshot
@@ -240,34 +250,30 @@ def changes(before: Look, after: Look) -> Iterator[tuple[str, object]]:
             yield name, value
     if old.shared != new.shared:
         yield "shared", shared(new)
-    had, has = ({each.id: each for each in view.sequences} for view in (old, new))
-    gone: dict[str, object] = {name: None for name in had if name not in has}
-    stay = {
-        name: {"kind": "kept" if isinstance(held, KeptView) else "request", **fields}
-        for name, held in has.items()
-        if (fields := _fields(had.get(name), held))
-    }
-    if gone or stay:
-        yield "sequences", gone | stay
-    were, are = ([request.id for request in view.running] for view in (old, new))
-    if [
-        *(name for name in were if name in are),
-        *(name for name in are if name not in were),
-    ] != are:
-        yield "order", are  # one that made room came back, between two looks
+    sequences, order = _changed("request", old.running, new.running, described_request)
+    of_kept = _changed("kept", old.kept, new.kept, described_kept)
+    if sequences or of_kept[0]:
+        yield "sequences", sequences | of_kept[0]
+    if order or of_kept[1]:
+        yield "order", order | of_kept[1]
 
 
-def _fields(
-    before: RequestView | KeptView | None, after: RequestView | KeptView
-) -> dict[str, object]:
-    """Those of an entry's request or kept sequence that changed."""
-    if before == after:
-        return {}
-    new = described_sequence(after)
-    if before is None:
-        return new
-    old = described_sequence(before)
-    return {name: value for name, value in new.items() if value != old[name]}
+def _changed(
+    kind: str, before: Sequence[T], after: Sequence[T], described: Callable[[T], dict[str, object]]
+) -> tuple[dict[str, object], dict[str, list[str]]]:
+    """Fields that changed, by id; and the ids in order where that is not what follows from them."""
+    were = {view.id: view for view in before}
+    are = {view.id: view for view in after}
+    found: dict[str, object] = {name: None for name in were if name not in are}
+    for name, view in are.items():
+        old = were.get(name)
+        if old != view:
+            known = {} if old is None else described(old)
+            fields = described(view).items()
+            new = {field: value for field, value in fields if old is None or known[field] != value}
+            found[name] = {"kind": kind, **new}
+    follows = [name for name in were if name in are] + [name for name in are if name not in were]
+    return found, {} if follows == [*are] else {kind: [*are]}
 
 
 def _runs(before: NDArray[np.uint8], after: NDArray[np.uint8]) -> list[tuple[int, str]]:

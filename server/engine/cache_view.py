@@ -70,10 +70,6 @@ class CacheView:
     spill: SpillCounts  # what the second place holds
     seconds: float  # of the engine's thread, for this look
 
-    @property
-    def sequences(self) -> tuple[RequestView | KeptView, ...]:
-        return (*self.running, *self.kept)
-
 
 def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> CacheView:
     """A snapshot between two steps. Walks every block table."""

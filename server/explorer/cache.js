@@ -122,7 +122,8 @@
         svg("svg", { class: "pool", width: 12, height: 12, "aria-hidden": true }, svg("path", {
           class: `state-${state}`, "fill-rule": "evenodd",
           d: { f: "M5 5h2v2h-2z", c: "M1 1h10v10h-10z", h: "M0 0h12v12h-12z", s: "M0 0h12v12h-12zM4 4h4v4h-4z" }[state],
-        })), " ", name, " ", element("b", { "data-count": state }))));
+        })), " ", name, " ", element("b", { "data-count": state }))),
+      element("li", {}, svg("svg", { class: "pool", width: 12, height: 12, "aria-hidden": true }, svg("path", { class: "evicted-sample", d: "M1 1h10v10h-10z" })), " just given up"));
   }
 
   // ------------------------------------------------------------------------------ what it would cost
@@ -147,7 +148,7 @@
   function chooser({ operation, pick }) {
     return element("div", { class: "choices", role: "group", "aria-label": "Operation" },
       Object.entries(OPERATIONS).map(([name, { title }]) =>
-        button(title, `operation-${name}`, () => pick(name), { "aria-pressed": String(name === operation) })));
+        button(title, `cache-${name}`, () => pick(name), { "aria-pressed": String(name === operation) })));
   }
 
   // What the plan says for every encoding, and beside it what happened where it was done.
@@ -227,7 +228,7 @@
         hole > 0 ? element("li", { class: "hole", "data-tip": `no entries for positions ${bases[i] - hole} to ${bases[i] - 1}`, tabindex: 0 }, `${hole} gone`) : null,
         element("li", { "data-chip": block }, element("button", {
           type: "button", class: `chip${sharers > 1 ? " shared" : ""}${mark?.turned ? " turned" : ""}${mark?.was != null ? " rebased" : ""}`,
-          "data-act": `block-${id}-${i}`, "data-block": block, "data-base": bases[i], "data-tip": told, "aria-label": told,
+          "data-act": `cache-block-${id}-${i}`, "data-block": block, "data-base": bases[i], "data-tip": told, "aria-label": told,
           "aria-pressed": String(isChosen), disabled: kind !== "kept" ? true : null,
           style: { "--fill": filled / size }, click: (event) => press(id, i, event.shiftKey),
         },
@@ -241,9 +242,15 @@
         element("b", { "data-tip": id, tabindex: 0 }, name), kind === "kept" ? " · kept · " : " · running · ",
         figure(many(stored, "token"), `/v1/cache/stream: computed_tokens of ${id}`),
         sequence.dropped_tokens ? ` · ${format.count(sequence.dropped_tokens)} dropped` : null,
-        kind === "kept" ? button("Free", `free-${id}`, () => free(id), { class: "quiet" }) : null),
+        kind === "kept" ? button("Free", `cache-free-${id}`, () => free(id), { class: "quiet" }) : null),
       element("ol", { class: "chips" }, chips,
         blocks.length > MOST_CHIPS ? element("li", {}, `and ${blocks.length - MOST_CHIPS} more`) : null));
+  }
+
+  // Of a table whose blocks are the same, only the number of tokens is drawn again.
+  function grow(table, { computed_tokens: stored, blocks }, size) {
+    fill(table.querySelector("header .figure"), many(stored, "token"));
+    table.querySelector("li:last-child > .chip")?.style.setProperty("--fill", Math.max(0, stored - (blocks.length - 1) * size) / size);
   }
 
   // Draws a table in place of an old one: blocks that stay slide to their new place, those that left fade.
@@ -293,19 +300,20 @@
       const facts = element("dl", { class: "ledger" });
       const pool = element("div", { class: "pool-holder" });
       const readout = element("p", { class: "note readout" });
-      const tables = element("div", { class: "tables" });
-      const text = element("textarea", { rows: 3, maxlength: 20000, "aria-label": "Prompt to keep" });
+      const tables = element("div", { class: "tables" }), running = element("div", { class: "tables" });
+      const text = element("textarea", { rows: 3, maxlength: 20000, "data-act": "cache-prompt", "aria-label": "Prompt to keep" });
       text.value = PROMPT;
       const actions = element("div", { class: "actions" });
       const marksLegend = legend();
       fill(root,
         element("div", { class: "row" },
           field("A prompt whose entries are to stay in the cache", text, { class: "field wide" }),
-          button("Keep it", "keep", () => page.attempt(keep), { class: "main" })),
+          button("Keep it", "cache-keep", () => page.attempt(keep), { class: "main" })),
         tables,
         element("p", { class: "note" }, "A box is a block of tokens: above, the position of its first token; below, its number in the cache. ×2: two sequences share it. ↻: its keys were turned and written again. Point at one to see it everywhere."),
         actions,
-        element("h2", {}, "The whole cache"), facts, pool, marksLegend, readout);
+        element("h2", {}, "The whole cache"), facts, pool, marksLegend, readout,
+        element("h2", {}, "Running requests"), running);
 
       const drawAgain = fitted(pool, (width) => {
         if (!view) return element("p", { class: "note" }, "Waiting for the server.");
@@ -330,7 +338,7 @@
         if (String(blocks) === String(lit)) return;
         lit = blocks;
         const [block] = blocks;
-        for (const chip of tables.querySelectorAll(".chip")) chip.classList.toggle("lit", lit.includes(Number(chip.dataset.block)));
+        for (const chip of root.querySelectorAll(".chip")) chip.classList.toggle("lit", lit.includes(Number(chip.dataset.block)));
         if (block !== undefined && view) {
           const [name, meaning] = STATES[view.pool[block]] ?? ["out of use", ""];
           const by = [...view.sequences.values()].filter((each) => each.blocks?.includes(block)).map((each) => nameOf(each.id));
@@ -339,11 +347,13 @@
         drawAgain();
       }
       const chipOf = (event) => event.target.closest?.(".chip");
-      for (const kind of ["pointerover", "focusin"]) tables.addEventListener(kind, (event) => {
-        const chip = chipOf(event);
-        light(chip ? [Number(chip.dataset.block)] : []);
-      });
-      tables.addEventListener("pointerleave", () => light([]));
+      for (const holder of [tables, running]) {
+        for (const kind of ["pointerover", "focusin"]) holder.addEventListener(kind, (event) => {
+          const chip = chipOf(event);
+          light(chip ? [Number(chip.dataset.block)] : []);
+        });
+        holder.addEventListener("pointerleave", () => light([]));
+      }
 
       function drawFacts() {
         const { blocks, audit, waiting } = view.entry;
@@ -360,22 +370,31 @@
       }
 
       function drawTables(before) {
-        for (const id of view.sequences.keys()) nameOf(id);
-        const wanted = [...view.sequences.values()].reverse().sort((a, b) => (b.kind === "kept") - (a.kind === "kept")).slice(0, MOST_TABLES);
-        const old = new Map([...tables.querySelectorAll(".sequence")].map((node) => [node.dataset.sequence, node]));
-        for (const [id, node] of old) if (!view.sequences.has(id)) node.remove();
-        for (const sequence of wanted.reverse()) {
+        const all = [...view.sequences.values()];
+        for (const { id } of all) nameOf(id);
+        const isKept = ({ kind }) => kind === "kept";
+        drawIn(tables, all.filter(isKept), before, "No sequence is kept now. Keep a prompt, to see what operations do to it.");
+        drawIn(running, all.filter((each) => !isKept(each)).slice(0, MOST_TABLES), before, "None now. Let Talk, Race or Load run in another window, and watch.");
+      }
+
+      // Tables of these sequences, the newest on top.
+      function drawIn(holder, wanted, before, none) {
+        const old = new Map([...holder.querySelectorAll(".sequence")].map((node) => [node.dataset.sequence, node]));
+        for (const [id, node] of old) if (!wanted.some((each) => each.id === id)) node.remove();
+        for (const sequence of wanted) {
           const was = before?.sequences.get(sequence.id);
           const shares = (shown) => (sequence.blocks ?? []).map((block) => shown?.shared.get(block)?.length ?? 1).join();
-          if (was === sequence && old.has(sequence.id) && shares(before) === shares(view)) continue;
+          const drawn = old.get(sequence.id);
+          if (drawn && was?.blocks === sequence.blocks && was.bases === sequence.bases && shares(before) === shares(view)) {
+            if (was !== sequence) grow(drawn, sequence, size());
+            continue;
+          }
           const table = drawTable({ sequence, name: nameOf(sequence.id), size: size(), shared: view.shared, chosen, marked: marked.get(sequence.id), press, free });
-          if (old.has(sequence.id)) replace(old.get(sequence.id), table);
-          else if (sequence.kind === "kept") tables.prepend(table);
-          else tables.append(table);
+          if (drawn) replace(drawn, table);
+          else holder.prepend(table);
         }
-        tables.classList.toggle("empty", wanted.length === 0);
-        if (wanted.length === 0) fill(tables, element("p", { class: "note" }, "No sequence holds a block now. Keep a prompt, or let Talk or Load run beside this panel."));
-        else for (const note of tables.querySelectorAll(":scope > .note")) note.remove();
+        for (const note of holder.querySelectorAll(":scope > .note")) note.remove();
+        if (wanted.length === 0) holder.append(element("p", { class: "note" }, none));
       }
 
       function press(id, i, extends_) {
@@ -420,8 +439,8 @@
           element("p", {}, does, element("span", { class: "note" }, ` Selected: ${what}. Press two blocks to select a span.`)),
           planTable(plan, happened),
           element("div", { class: "row" },
-            button(`${title} it`, "operate", () => page.attempt(operate), { class: "main" }),
-            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "operate-all", () => page.attempt(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
+            button(`${title} it`, "cache-do", () => page.attempt(operate), { class: "main" }),
+            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "cache-all", () => page.attempt(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
           element("p", { class: "told", role: "status", "data-told": operation }, told));
       }
 
@@ -521,7 +540,7 @@
               view = followed(view, data);
               drawFacts();
               drawTables(data.type === "snapshot" ? null : before);
-              drawAgain();
+              if (data.pool) drawAgain();
             }
           } catch (error) {
             if (signal.aborted) return;
@@ -540,6 +559,7 @@
       page.on("model", () => {
         [view, chosen, plan] = [null, null, null];
         fill(tables);
+        fill(running);
         reset();
         drawActions();
         if (watching) begin();

@@ -130,7 +130,7 @@
     const buttons = tokens.map(({ text }, i) => {
       const role = i === query ? "query" : i === key ? "key" : i > query ? "unseen" : "";
       return element("button", {
-        type: "button", class: `word ${role}`, "data-act": `token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
+        type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
         "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${format.percent(weights[i])} of the query's attention`}`,
         style: { "--share": i <= query ? weights[i] / most : 0 },
         pointerenter: () => i <= query && i !== key && choose(i), click: () => ask(i),
@@ -156,7 +156,7 @@
       element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "head"),
         columns.map((name) => element("th", { scope: "col", class: "number" }, NAMES[name] ?? "score")))),
       element("tbody", {}, heads.map((each, i) => element("tr", { class: i === head ? "chosen" : null, "data-head": each.head },
-        element("th", { scope: "row" }, button(String(each.head), `head-${each.head}`, () => pick(i), { "aria-pressed": String(i === head), "aria-label": `head ${each.head}` })),
+        element("th", { scope: "row" }, button(String(each.head), `position-head-${each.head}`, () => pick(i), { "aria-pressed": String(i === head), "aria-label": `head ${each.head}` })),
         columns.map((name) => element("td", { class: "number" }, figure(number(each, name), `/v1/positions/explain: heads[${i}].${name}[${key}]`, { "data-number": name })))))));
   }
 
@@ -170,15 +170,15 @@
     mount(root, page) {
       let shown = null; // {found, query, key, head, grown, moved}: an explanation, and where one looks
       let showing = false;
-      const text = element("input", { type: "text", maxlength: 600, "data-act": "text", "aria-label": "Text" });
-      const layer = element("input", { type: "number", min: 0, value: 0, "data-act": "layer" });
+      const text = element("input", { type: "text", maxlength: 600, "data-act": "position-text", "aria-label": "Text" });
+      const layer = element("input", { type: "number", min: 0, value: 0, "data-act": "position-layer" });
       text.value = TEXT;
       const body = element("div", {});
       layer.addEventListener("change", () => page.attempt(() => explain(shown?.query)));
       fill(root,
         element("form", { class: "row", submit: (event) => { event.preventDefault(); page.attempt(() => explain()); } },
           field("Text, at most 256 tokens", text, { class: "field wide" }), field("Layer", layer),
-          element("button", { class: "main", "data-act": "explain" }, "Show")),
+          element("button", { class: "main", "data-act": "position-show" }, "Show")),
         body);
 
       async function explain(query, ids = null) {
@@ -237,9 +237,9 @@
           element("p", { class: "told" }, sentence(shown)),
           element("div", { class: "tries" },
             element("div", { class: "choices", role: "group", "aria-label": "What if" },
-              button("As it is", "as-is", () => change({ grown: 0, moved: 0 }), { "aria-pressed": String(!grown && !moved) }),
-              button("Append tokens", "grow", () => change({ grown: grown + 1, moved: 0 }), { "aria-pressed": String(grown > 0) }),
-              button("Move the key", "move", () => change({ grown: 0, moved: Math.min(key, moved + 1) }), { "aria-pressed": String(moved > 0), disabled: key === 0 ? true : null })),
+              button("As it is", "position-as-is", () => change({ grown: 0, moved: 0 }), { "aria-pressed": String(!grown && !moved) }),
+              button("Append tokens", "position-append", () => change({ grown: grown + 1, moved: 0 }), { "aria-pressed": String(grown > 0) }),
+              button("Move the key", "position-move", () => change({ grown: 0, moved: Math.min(key, moved + 1) }), { "aria-pressed": String(moved > 0), disabled: key === 0 ? true : null })),
             element("p", { class: "why", role: "status", "data-tried": moved ? "move" : grown ? "append" : "seen" }, tried)),
           found.pairs ? clocks(shown) : null,
           element("div", { class: "beside" },

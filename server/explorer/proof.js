@@ -6,6 +6,7 @@
     "built the mill. The miller said that his father had found it there, and that his father's father had told " +
     "the same of his own, so that in the end one might think that it had grown out of the bank like the willows.";
   const APPENDED = 100;
+  const COUNTER = "rope:dynamic-rewrite"; // of the arms that /v1/positions/audit lists
   const SIGNS = { kept: "", equal: "=", changed: "≠", dropped: "×" };
   const WORDS = { kept: "stored", equal: "equal", changed: "changed", dropped: "dropped" };
 
@@ -70,13 +71,24 @@
   }
 
   // One model's part in an experiment.
-  function lane({ model, encoding, blocks, said, error }) {
+  function lane({ model, encoding, blocks, said, error, arm = null, wrong = false }) {
     const { all, changed } = tally(blocks ?? []);
-    return element("article", { class: "lane", "data-model": model, "data-equal": all ? String(changed === 0) : null },
+    return element("article", { class: "lane", "data-model": model, "data-arm": arm, "data-equal": all ? String(changed === 0) : null },
       element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, ` ${model}`)),
       error ? element("p", { class: "refused" }, error) : blocks ? strip(blocks) : null,
-      said ? element("p", { class: all && !changed ? "holds" : "fails" }, said) : null,
+      said ? element("p", { class: all && !changed && !wrong ? "holds" : "fails" }, said) : null,
       blocks && all ? checksumTable(blocks) : null);
+  }
+
+  // What an audit of appending found, in words.
+  function auditSaid({ totals: { changed }, blocks, steps, note, layers, of_layers: all }) {
+    const differ = blocks.filter(({ equal }) => !equal).length, wrong = steps.at(-1).stale;
+    const what = differ ? `${differ} of ${blocks.length} earlier blocks have changed: entries were rewritten ${format.count(changed)} times in ${many(steps.length, "step")}`
+      : `All ${blocks.length} earlier blocks are equal, byte for byte`;
+    const right = wrong ? `${differ ? ", and still" : ", but they should not be:"} ${many(wrong, "earlier entry", "earlier entries")} ${wrong === 1 ? "is" : "are"} wrong at the end`
+      : differ ? "" : ", and none should have changed";
+    const where = layers === all ? "" : ` Looked at: the first ${layers} of ${all} layers.`;
+    return `${what}${right}.${where}${note ? ` This arm: ${note}.` : ""}`;
   }
 
   function experiment(number, title, why, ...content) {
@@ -96,7 +108,9 @@
       const appended = element("div", { class: "lanes" }), moved = element("div", { class: "lanes" });
       const steps = element("div", { class: "row steps" }), moves = element("div", { class: "row steps" });
       const result = element("p", { class: "told", role: "status" }), movedResult = element("p", { class: "told", role: "status" });
-      const counter = element("div", { class: "counter" });
+      const counter = element("div", { class: "row steps" }), counted = element("div", { class: "lanes" });
+      const arms = element("select", { "data-act": "proof-arm" });
+      let armsOf = null; // the model whose arms are listed
 
       // Runs `work` for each model in turn, so that one can follow; what one refuses is its own affair.
       async function each(work, shown = showAppended) {
@@ -155,10 +169,11 @@
         const counts = lanes.filter(({ blocks }) => blocks).map(({ blocks }) => tally(blocks));
         const [equal, all] = [counts.reduce((sum, each) => sum + each.equal, 0), counts.reduce((sum, each) => sum + each.all, 0)];
         fill(result, step < 3 ? "" : equal === all
-          ? `${all} of ${all} earlier blocks equal, under ${many(counts.length, "encoding")}: appending ${APPENDED} tokens changed none of them.`
+          ? `${all} of ${all} earlier blocks equal${counts.length > 1 ? `, under ${counts.length} encodings` : ""}: appending ${APPENDED} tokens changed none of them.`
           : `${all - equal} of ${all} earlier blocks have changed. That must not happen: see the server's log.`);
         fill(moves, button("Drop 32 tokens from the middle and close the gap", "proof-move", () => page.attempt(move), { class: step === 3 ? "main" : null, disabled: step < 3 ? true : null }),
-          step < 3 ? element("span", { class: "note" }, "after the third click above") : null);
+          step < 3 ? element("span", { class: "note" }, "after the third click above") : null,
+          page.models.length === 1 ? element("span", { class: "note" }, "“ropewalk serve family” shows six encodings side by side.") : null);
       }
 
       // The same prompt again, kept and then shifted: a sequence that had tokens appended holds more.
@@ -184,7 +199,32 @@
           fill(moved, found.map(lane));
         }
         const named = (wanted) => found.filter(wanted).map(({ encoding }) => encoding).join(", ") || "none";
-        fill(movedResult, `Free: ${named(({ keys }) => keys === 0)}. Keys rewritten: ${named(({ keys }) => keys > 0)}. Impossible: ${named(({ refused }) => refused)}.`);
+        if (found.length > 1) fill(movedResult, `Free: ${named(({ keys }) => keys === 0)}. Keys rewritten: ${named(({ keys }) => keys > 0)}. Impossible: ${named(({ refused }) => refused)}.`);
+      }
+
+      // The model that the counter-example is tried with: one that has RoPE, if one is served.
+      const audited = () => page.models.find(({ encoding }) => encoding === "rope") ?? page.model;
+
+      async function listArms() {
+        const model = audited();
+        if (!model || armsOf === model.id) return;
+        const { data } = await page.api.get(`v1/positions/audit?model=${encodeURIComponent(model.id)}`);
+        armsOf = model.id;
+        fill(arms, data.map(({ arm, note }) => element("option", { value: arm }, arm === "own" ? note : arm)));
+        arms.value = data.some(({ arm }) => arm === COUNTER) ? COUNTER : "own";
+      }
+
+      // The chosen arm, below it the model's own encoding, for comparison.
+      async function counterExample() {
+        await listArms();
+        const found = [];
+        for (const arm of new Set([arms.value, "own"])) {
+          fill(counted, found.map(lane), element("p", { class: "note" }, `Appending under ${arm}, in float64 …`));
+          const audit = await page.api.post("v1/positions/audit", { model: armsOf, arm, prompt: TEXT, append: APPENDED });
+          const blocks = audit.blocks.map(({ first, tokens, before, after }) => ({ first, last: first + tokens - 1, before, after }));
+          found.push({ model: armsOf, encoding: arm === "own" ? "as it is served" : arm, blocks, arm, wrong: audit.steps.at(-1).stale > 0, said: auditSaid(audit) });
+        }
+        fill(counted, found.map(lane));
       }
 
       async function clear() {
@@ -208,9 +248,12 @@
         element("p", { class: "note" }, "Free means that no stored byte has to change. What stays was still computed while it could see what is now gone, under every encoding: only computing it again would undo that.")),
         experiment(3, "Where appending fails", [
           "The claim has a condition: that the encoding's parameters are constants. Published “dynamic” RoPE scaling lets its " +
-          "frequencies follow the length of the text. Then each new token makes earlier keys wrong, and they have to be turned again.",
-        ], counter));
+          "frequencies follow the length of the text. Then every step past the trained length makes earlier keys wrong. A server must " +
+          "turn all of them again, or answer with wrong ones; no model is served that way here, so this runs beside the server, in float64.",
+        ], counter, counted));
+      fill(counter, field("Append under", arms), button(`Append ${APPENDED} tokens`, "proof-counter", () => page.attempt(counterExample), { class: "main" }));
       showAppended();
+      this.shown = () => page.attempt(listArms);
     },
   });
 }

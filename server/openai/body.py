@@ -316,7 +316,7 @@ def refusal(details: ErrorDetails) -> InvalidField:
     return InvalidField(f"{path} {message}", path)
 
 
-_UNIONS = ("prompt", "input", "content", "tool_choice")
+_UNIONS = ("prompt", "input", "content", "tool_choice", "append")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

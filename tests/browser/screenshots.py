@@ -41,9 +41,9 @@ def race(page: Page) -> None:
 
 
 def cache(page: Page) -> None:
-    press(page, "keep", "operation-fork", "operate", "operation-evict_renumber", "operate")
-    press(page, "operate-all")
-    page.wait_for_function("document.querySelectorAll('.happened').length > 3")
+    press(page, "cache-keep", "cache-fork", "cache-do", "cache-evict_renumber", "cache-do")
+    press(page, "cache-all")
+    page.wait_for_selector("tr[data-encoding=t5] .happened")
 
 
 def position(page: Page) -> None:
@@ -52,12 +52,13 @@ def position(page: Page) -> None:
 
 def moved(page: Page) -> None:
     position(page)
-    press(page, "move", "move", "move")
+    press(page, *["position-move"] * 3)
 
 
 def proof(page: Page) -> None:
     press(page, "proof-1", "proof-2", "proof-3", "proof-move")
-    page.wait_for_timeout(2 * SETTLED_MS)
+    press(page, "proof-counter")
+    page.wait_for_selector('[data-arm="own"]')
 
 
 def load(page: Page) -> None:

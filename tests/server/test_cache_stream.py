@@ -48,21 +48,23 @@ class Mirror:
             self.pool = self.pool[:first] + letters + self.pool[first + len(letters) :]
         for name in ("blocks", "audit", "spill", "waiting", "shared"):
             self.entry[name] = event.get(name, self.entry[name])
-        requests = {each["id"]: each for each in self.entry["requests"]}
+        lists = {"request": "requests", "kept": "kept"}
+        known = {kind: {each["id"]: each for each in self.entry[lists[kind]]} for kind in lists}
         for name, change in event.get("sequences", {}).items():
             if change is None:
-                del requests[name]
+                (kind,) = [kind for kind in lists if name in known[kind]]
+                del known[kind][name]
             else:
-                kind, *_ = change.pop("kind"), requests.setdefault(name, {}).update(change)
-                assert kind == "request"
-        order = event.get("order", requests)
-        self.entry["requests"] = [requests[name] for name in order]
+                known[change.pop("kind")].setdefault(name, {}).update(change)
+        for kind, of in known.items():
+            order = event.get("order", {}).get(kind, of)
+            self.entry[lists[kind]] = [of[name] for name in order]
 
     def assert_is(self, entry):
         assert self.entry == entry
         held = {}
-        for request in entry["requests"]:
-            for block in request["blocks"]:
+        for sequence in entry["requests"] + entry["kept"]:
+            for block in sequence["blocks"]:
                 held[block] = "s" if block in held else "h"
         assert {i: letter for i, letter in enumerate(self.pool) if letter in "hs"} == held
         counted = dict.fromkeys(LETTERS.values(), 0)

@@ -94,6 +94,34 @@ def test_what_cannot_be_explained_is_refused(app, body, param) -> None:
     assert error["param"].startswith(param)
 
 
+def test_appending_is_audited(app) -> None:
+    path = "/v1/positions/audit"
+    listed = ask(app, "GET", f"{path}?model=ropewalk-rope").json()
+    arms = {each["arm"]: each["note"] for each in listed["data"]}
+    assert listed["model"] == "ropewalk-rope" and "rope:dynamic" in arms and arms["own"]
+    body = {"model": "ropewalk-rope", "prompt": "Once upon a time", "append": 20, "steps": 2}
+    for arm, stale in (("own", False), ("rope:dynamic", True)):
+        answer = ask(app, "POST", path, json={**body, "arm": arm})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert (found["arm"], found["appended_tokens"], len(found["steps"])) == (arm, 20, 2)
+        written = 20 * found["entries_per_token"]
+        assert found["totals"]["written"] == written and not found["totals"]["changed"]
+        assert bool(found["totals"]["stale"]) == stale
+        assert found["blocks"] and all(block["equal"] for block in found["blocks"])
+    for change, param in (
+        ({"arm": "os:system"}, "arm"),
+        ({"append": 129}, "append"),
+        ({"prompt": [1] * 129}, "prompt"),
+        ({"append": [10**6]}, "append"),
+        ({"model": "both"}, "model"),
+    ):
+        error = error_of(ask(app, "POST", path, json=body | change), 400)
+        assert error["param"] == param, error
+        assert "os:system" not in error["message"]
+    assert error_of(ask(app, "GET", f"{path}?model=both"), 400)["param"] == "model"
+
+
 def test_a_model_without_files_is_not_explained() -> None:
     assert error_of(ask(toy_app(), "POST", PATH, json={"input": "x"}), 400)["param"] == "model"
 

@@ -1,0 +1,83 @@
+"""Auditing the first layers of a model for some tokens is auditing the model."""
+
+import pytest
+import torch
+
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.decoder import Decoder
+from ropewalk.model.inspect import appended, audit_arms
+from ropewalk.model.inspect.appended import append, arms_for, first_layers
+from ropewalk.model.inspect.audit import Arm, Watch
+from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.loading.checkpoints import InUse, open_checkpoint
+from tests.model import checkpoints
+from tests.model.families import FAMILIES
+from tests.model.test_parity import drawn
+
+TOKENS = [3 + n * 5 % 23 for n in range(40)]
+SOME = ("llama-tied", "qwen3-biases-windows", "smollm3", "opt-350m", "gpt-neox", "bloom", "xglm")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def in_use(name, tmp_path):
+    folder = checkpoints.save(drawn(FAMILIES[name].config), tmp_path / "model")
+    checkpoint = open_checkpoint(folder)
+    context = FAMILIES[name].context or checkpoint.config.trained_context
+    return InUse(checkpoint, context, torch.float32, torch.float32, None, 16)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_the_first_layers_store_what_they_store_in_the_whole_model(name, tmp_path) -> None:
+    used = in_use(name, tmp_path)
+    vocabulary = sorted(set(TOKENS))
+    short = first_layers(used, 1, vocabulary)
+    whole = audit_arms.from_checkpoint(used.checkpoint, used.context)
+    stored = []
+    for program, tokens in (
+        (short, [vocabulary.index(token) for token in TOKENS]),
+        (whole, TOKENS),
+    ):
+        watch = Watch(Arm("", "", Decoder(program, TorchExecutor(program, SdpaAttention))), 40)
+        watch.step(tokens)
+        stored.append(watch.left[:, :1, :40])
+    torch.testing.assert_close(*stored, atol=1e-9, rtol=1e-9)
+
+
+def test_appending_changes_nothing_unless_frequencies_follow_the_length(tmp_path) -> None:
+    used = in_use("llama-tied", tmp_path)
+    layers, heads = 2, used.checkpoint.config.kv_heads
+    arms = arms_for(used.checkpoint.config)
+    assert {"own", "rope:dynamic", "rope:dynamic-rewrite", "t5", "learned"} < arms.keys()
+    assert "rope" not in arms  # that is its own
+    for arm in arms:
+        options = {"trained_length": None, "layers": layers, "steps": 3}
+        found = append(used, arm, TOKENS[:20], TOKENS[20:], **options)
+        assert [step.length for step in found.steps] == [27, 34, 40]
+        assert [(block.first, block.tokens) for block in found.blocks] == [(0, 16), (16, 4)]
+        assert found.entries_per_token == 2 * layers * heads
+        assert not any(step.unexpected for step in found.steps)
+        follows = arm.startswith("rope:dynamic")
+        assert any(step.should_change for step in found.steps) == follows
+        rewritten = arm == "rope:dynamic-rewrite"
+        assert [block.before != block.after for block in found.blocks] == [rewritten] * 2
+        assert [bool(block.changed) for block in found.blocks] == [rewritten] * 2
+
+
+def test_less_is_audited_of_a_larger_model(tmp_path, monkeypatch) -> None:
+    used = in_use("llama-tied", tmp_path)
+
+    def audited():
+        options = {"trained_length": None, "layers": 2, "steps": 4}
+        found = append(used, "own", TOKENS[:20], TOKENS[20:], **options)
+        return found.layers, len(found.steps)
+
+    sizes = []
+    for most in (1e11, 1e7, 3e6, 5e5):
+        monkeypatch.setattr(appended, "MOST_WORK", most)
+        try:
+            sizes.append(audited())
+        except appended.TooMuch:
+            sizes.append(None)
+    assert sizes[0] == (2, 4) and sizes[-1] is None
+    assert (1, 1) in sizes or any(size and size < (2, 4) for size in sizes[1:3])
