@@ -1,23 +1,27 @@
 """Kept sequences: what their routes answer, under every encoding, and what they leave alone."""
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from ropewalk.cache.types import Op
 from ropewalk.model import family as bundled
+from ropewalk.model.config import Pooling
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.errors import SequenceBusy, SequenceNotFound
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
-from ropewalk.server.scheduling.kept import MOST
+from ropewalk.server.scheduling.kept import EXPIRES_S, MOST, Asked
 from tests.command_line import configured
+from tests.server.fake_engine import counting, make_engine, make_request
 from tests.server.toy import running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -52,7 +56,7 @@ class Server:
     """A served model, its client, and the tensors of its cache."""
 
     client: httpx.Client
-    loaded: SimpleNamespace
+    loaded: Any
     variant: str
 
     @property
@@ -422,3 +426,133 @@ def test_none_is_longer_than_a_share_of_the_cache(kernels):
         twin = server.keep(text(SIZE * blocks))  # its last block is its own
         assert [each["id"] for each in server.sent("GET", PATH)["data"]] == [twin["id"]]
         assert server.empty()
+
+
+# ---- in an engine that counts, in a cache of a few blocks ----
+
+TINY = {"max_seqs": 4, "max_context": 60}
+
+
+def counted(name, length, keep="", origin=None, **params):
+    """A request for a kept prompt, unless it has `params`: then for an answer."""
+    begins = origin.tokens if origin else ()
+    prompt = [*begins, *(n % 50 for n in range(length))]
+    pooling = None if params else Pooling.LAST
+    made = make_request(name, prompt, **params)
+    return replace(made, keep=keep, origin=origin, pooling=pooling)
+
+
+def hidden(batch, kv):
+    """Stores every token as its own entries, and returns as many numbers for each."""
+    for layer in range(kv.layers):
+        entries = batch.tokens[:, None, None].float().expand(-1, 3, 2)
+        kv.layer(layer).write(entries, -entries, batch.slots)
+    return counting(batch, kv)
+
+
+def until_idle(engine):
+    events = []
+    while engine.busy:
+        events += engine.step().events
+        engine._scheduler.check()
+    return events
+
+
+def kept_ones(engine, *lengths):
+    """Each under a name of its own, no token of one like that of another."""
+    for index, length in enumerate(lengths):
+        request = counted(f"k{index}", length, f"seq-{index}")
+        request.tokens[:] = [10 * index + token % 10 for token in request.tokens]
+        engine.submit(request)
+        until_idle(engine)
+    return engine._scheduler.kept
+
+
+def test_kept_sequences_give_way_before_anybody_waits_or_is_preempted():
+    engine, manager = make_engine(hidden, blocks=41, **TINY)
+    kept = kept_ones(engine, 12, 8, 12)
+    kept.get("seq-0", "")
+    gone = []
+    for name in ("a", "b", "c"):
+        engine.submit(replace(counted(name, 30, max_tokens=17), salt=name))
+    preempted = 0
+    while engine.busy:
+        step = engine.step()
+        preempted += step.stats.preemptions
+        assert step.stats.waiting == 0
+        gone.append(len(kept.ids))
+    assert preempted == 0 and gone == sorted(gone, reverse=True)
+    assert [*kept.ids] == ["seq-0"], "the one used last stays longest"
+    engine.kept.drop("seq-0", "")
+    engine.step()
+    assert manager.counts().active == 0
+
+
+def test_kept_sequences_expire():
+    now = [0.0]
+    engine, manager = make_engine(hidden, **TINY)
+    kept = kept_ones(engine, 8, 8)
+    kept._clock = lambda: now[0]
+    for used in kept._used:
+        kept._used[used] = 0.0
+    now[0] = EXPIRES_S - 1
+    kept.get("seq-1", "")
+    assert kept.expires_in(kept.all()[0]) == 1
+    now[0] = EXPIRES_S
+    engine.step()
+    assert [*kept.ids] == ["seq-1"]
+    now[0] = 2 * EXPIRES_S
+    with pytest.raises(SequenceNotFound):
+        engine.kept.view("seq-1", "")
+    engine.step()
+    assert manager.counts().active == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_who_leaves_while_appending_leaves_the_sequence_as_it_was(steps):
+    engine, manager = make_engine(hidden, max_step_tokens=6, max_seqs=4, max_context=60)
+    kept_ones(engine, 9)
+    before = engine.kept.view("seq-0", "")
+    engine.submit(counted("more", 20, "seq-0", before.kept))
+    for _ in range(steps):
+        engine.step()
+    with pytest.raises(SequenceBusy):
+        engine.kept.view("seq-0", "")
+    with pytest.raises(SequenceBusy):
+        engine.submit(counted("other", 20, "seq-0", before.kept))
+    engine.abort("more")
+    engine.step()
+    after = engine.kept.view("seq-0", "")
+    assert (after.kept, after.stored) == (before.kept, before.stored)
+    assert after.sums[:2] == before.sums[:2]
+    engine._scheduler.check()
+    engine.kept.drop("seq-0", "")
+    engine.step()
+    assert manager.counts().active == 0
+
+
+def test_a_kept_sequence_whose_block_changed_is_dropped():
+    engine, manager = make_engine(hidden, **TINY)
+    kept = kept_ones(engine, 9, 9)
+    block = manager.table("seq-1").blocks[0]
+    engine._kv.layer(1).keys[block] += 1
+    engine.step()
+    assert [*kept.ids] == ["seq-0"]
+    assert manager.counts().quarantined == 1 and manager.counts().active == 3
+    assert engine.mutated_blocks == 1
+
+
+def test_an_altered_sequence_is_found_by_nobody_who_sends_its_tokens():
+    """Its entries were computed among tokens that are gone."""
+    engine, _ = make_engine(hidden, **TINY)
+    kept = kept_ones(engine, 20)
+    engine.kept.apply("seq-0", "", Asked(Op.EVICT_RENUMBER, first=4, count=8))
+    shorter = kept.get("seq-0", "")
+    assert shorter.altered and len(shorter.tokens) == 12
+    engine.submit(counted("more", 9, "seq-0", shorter))
+    until_idle(engine)
+    tokens = [*kept.get("seq-0", "").tokens]
+    whole = make_request("plain", tokens, max_tokens=1)
+    engine.submit(whole)
+    until_idle(engine)
+    assert whole.cached == 4, "what comes before the gap is as it was"
