@@ -231,6 +231,14 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
     ),
     "/v1/cache/flush": ({}, {"model": MODEL}),
+    "/v1/cache/sequences": (
+        {"model": MODEL, "prompt": _any(_text, _ids)},
+        {"parent": _of(NOBODY), "add_special_tokens": _of(True, False), "cache_salt": _of("a")},
+    ),
+    f"/v1/cache/sequences/{NOBODY}/operations": (
+        {"operation": OPERATION, "count": _of(1, 16)},
+        {"first": _of(0, 1, 16), "onto": _of(NOBODY), "prompt": _any(_text, _ids)},
+    ),
     "/v1/positions/explain": (
         {"model": MODEL, "input": _any(_text, _ids)},
         {
@@ -249,16 +257,8 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             "trained_length": _of(1, 9),
         },
     ),
-    "/v1/cache/sequences": (
-        {"model": MODEL, "prompt": _any(_text, _ids)},
-        {"parent": _of(NOBODY), "add_special_tokens": _of(True, False), "cache_salt": _of("a")},
-    ),
-    f"/v1/cache/sequences/{NOBODY}/operations": (
-        {"operation": OPERATION, "count": _of(1, 16)},
-        {"first": _of(0, 1, 16), "onto": _of(NOBODY), "prompt": _any(_text, _ids)},
-    ),
 }
-_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.3, 2, 0.5)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.5, 2, 0.3)
 
 
 def draw_stream(draw: Random) -> Stream:
