@@ -14,6 +14,8 @@
     "that it had grown out of the bank like the willows. In spring the water rose to the second step, and " +
     "in a dry summer the children walked across the river bed and looked for coins. Once, an old woman " +
     "told them, a king had thrown his crown into the pond, and the wheel had turned backwards for a day.";
+  const MOVING = "Where the position was put into the stored key, as RoPE usually does, each moved key must be turned again. Where it is " +
+    "only added to scores, as under ALiBi and T5's bias, nothing stored has to change.";
   const MOST_CHIPS = 160; // of one table
   const MOST_TABLES = 24;
 
@@ -22,17 +24,20 @@
     evict_renumber: {
       title: "Shift",
       does: "Drops the selected blocks and closes the gap: every later token moves to an earlier position.",
+      why: MOVING,
       span: ({ first, count }) => ({ first, count }),
       moves: true,
     },
     evict_keep: {
       title: "Evict",
       does: "Drops the selected blocks. Later tokens keep their positions, and a hole remains.",
+      why: "Who keeps its position keeps its key.",
       span: ({ first, count }) => ({ first, count }),
     },
     move_span: {
       title: "Move",
       does: "Uses the selected blocks once more, at the end of another sequence and so at other positions.",
+      why: MOVING,
       span: ({ first, count }) => ({ first, count }),
       moves: true,
       onto: true,
@@ -40,11 +45,13 @@
     fork: {
       title: "Fork",
       does: "A second sequence begins with the same tokens, up to the end of the selection.",
+      why: "Both lists name the same blocks. Positions stay as they are, so under no encoding does a key change.",
       span: ({ first, count }) => ({ count: first + count }),
     },
     append: {
       title: "Append",
       does: "Computes 16 more tokens behind the last one.",
+      why: "A key is computed from its token and those before it, and a later token is no input of it. So under no encoding does a stored key change.",
       span: () => ({}),
       act: () => ({ count: 16 }),
     },
@@ -440,7 +447,7 @@
 
       function drawActions() {
         if (!chosen || !plan) return fill(actions);
-        const { title, does, act, onto } = OPERATIONS[operation];
+        const { title, does, why, act, onto } = OPERATIONS[operation];
         const { first, count } = span();
         const name = nameOf(chosen.id);
         const what = { append: `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
@@ -448,7 +455,7 @@
         fill(actions,
           element("h2", {}, "What would it cost to …"),
           chooser({ operation, pick: (name) => { operation = name; reset(); page.attempt(predict); } }),
-          element("p", {}, does, element("span", { class: "note" }, ` ${what}`)),
+          element("p", { class: "why" }, does, " ", why, element("span", { class: "note" }, ` ${what}`)),
           planTable(plan, happened),
           element("div", { class: "row" },
             button(act ? `${title} ${act().count} tokens` : onto || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => page.attempt(operate), { class: "main" }),

@@ -3,6 +3,7 @@
 // its frequencies, and a bias at other distances from its table.
 {
   const TURN = 2 * Math.PI;
+  const MOST_TOKENS = 256;
   const TEXT = "The king went down to the river, and the old king said unto the people of the river";
   const NAMES = { score: "score", content: "content", position: "position", weights: "attention" };
 
@@ -133,7 +134,7 @@
         type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
         "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${format.percent(weights[i])} of the query's attention`}`,
         style: { "--share": i <= query ? weights[i] / most : 0 },
-        pointerenter: () => i <= query && i !== key && choose(i), click: () => ask(i),
+        pointerenter: () => i < query && i !== key && choose(i), click: () => ask(i),
       }, visible(text), role === "query" || role === "key" ? element("small", {}, role) : null);
     });
     return element("div", {
@@ -176,7 +177,11 @@
       const body = element("div", {});
       layer.addEventListener("change", () => page.attempt(() => explain(shown?.query)));
       fill(root,
-        element("form", { class: "row", submit: (event) => { event.preventDefault(); page.attempt(() => explain()); } },
+        element("form", { class: "row", submit: (event) => {
+          event.preventDefault();
+          page.point(null);
+          page.attempt(() => explain());
+        } },
           field("Text, at most 256 tokens", text, { class: "field wide" }), field("Layer", layer),
           element("button", { class: "main", "data-act": "position-show" }, "Show")),
         body);
@@ -186,7 +191,7 @@
         const found = await page.api.post("v1/positions/explain", {
           model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }),
         });
-        const key = Math.min(shown?.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2), found.query);
+        const key = shown?.key < found.query && shown.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2);
         shown = { found, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
         build();
         stay();
@@ -232,7 +237,7 @@
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
         const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
         fill(body,
-          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.attempt(() => explain(i, found.tokens.map(({ id }) => id))) }),
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown)),
           element("div", { class: "tries" },
@@ -270,13 +275,19 @@
           }))));
       }
 
+      // Follows the cursor of all panels; where it is of another model, the same text in this one.
       const looked = () => {
-        const { cursor } = page;
         if (!showing) return;
-        if (cursor && cursor.model === page.model.id && cursor.ids?.length) {
-          const ids = cursor.ids.slice(0, 256);
-          if (String(ids) !== String(shown?.found.tokens.map(({ id }) => id)) || cursor.index !== shown?.query) page.attempt(() => explain(Math.min(cursor.index, ids.length - 1), ids));
-        } else if (!shown || shown.found.model !== page.model.id) page.attempt(() => explain());
+        const { cursor, model } = page;
+        if (cursor?.model === model.id) {
+          const ids = cursor.ids.slice(0, MOST_TOKENS), index = Math.min(cursor.index, ids.length - 1);
+          if (String(ids) === String(shown?.found.tokens.map(({ id }) => id)) && index === shown.query && shown.found.model === model.id) return;
+          text.value = cursor.texts.slice(0, MOST_TOKENS).filter((each, i) => i > 0 || !/^<.+>$/.test(each)).join("");
+          page.attempt(() => explain(index, ids));
+        } else if (shown?.found.model !== model.id) {
+          const like = page.models.find(({ id }) => id === shown?.found.model)?.vocab_size === model.vocab_size;
+          page.attempt(() => explain(like ? shown.query : undefined));
+        }
       };
       page.on("model", looked);
       page.on("cursor", looked);
