@@ -22,6 +22,10 @@ ABOUT = (
     "content is the score if query and key were at the same position; position is what their "
     "positions add to it"
 )
+ABOUT_EMBEDDINGS = (
+    "content is what the tokens' embeddings make of the score, position what the vectors of their "
+    "positions do, divided as the norm divides both together; terms says whose vector it is"
+)
 ROUNDED = (
     "computed from the weights in the bits that they are served in; the kernels that serve may "
     "also round what these are multiplied with to 8 bits, which is not done here"
@@ -79,7 +83,7 @@ def answer(
 ) -> dict[str, object]:
     used = served.in_use
     assert used is not None
-    heads = len(found.scores)
+    heads, about = len(found.scores), ABOUT if found.terms is None else ABOUT_EMBEDDINGS
     group = heads // found.kv_heads
     each = {
         "scores": found.scores,
@@ -103,7 +107,7 @@ def answer(
         "causal": found.causal,
         "window": found.window,
         "scale": found.scale,
-        "split": {"possible": found.why_not is None, "reason": found.why_not, "about": ABOUT},
+        "split": {"possible": found.why_not is None, "reason": found.why_not, "about": about},
         "computed": {
             "dtype": dtype_name(used.dtype),
             "kv_dtype": dtype_name(used.kv_dtype),
@@ -118,6 +122,8 @@ def answer(
                     name: None if rows is None else listed(rows[head])
                     for name, rows in each.items()
                 },
+                "terms": found.terms
+                and {name: listed(rows[head]) for name, rows in found.terms.items()},
             }
             for head in range(heads)
         ],
