@@ -122,8 +122,7 @@ def answer(
                     name: None if rows is None else listed(rows[head])
                     for name, rows in each.items()
                 },
-                "terms": found.terms
-                and {name: listed(rows[head]) for name, rows in found.terms.items()},
+                "terms": _terms(found, head),
             }
             for head in range(heads)
         ],
@@ -139,6 +138,12 @@ def answer(
             }
         ),
     }
+
+
+def _terms(found: Explanation, head: int) -> dict[str, list[float]] | None:
+    if found.terms is None:
+        return None
+    return {name: listed(rows[head]) for name, rows in found.terms.items()}
 
 
 def _pair(index: int, pair: Pair, query: int, key: int | None) -> dict[str, object]:
@@ -160,7 +165,7 @@ def _pair(index: int, pair: Pair, query: int, key: int | None) -> dict[str, obje
 
 def listed(row: Tensor) -> list[float]:
     """float32 numbers in as many digits as tell them apart."""
-    return [float(f"{value:.9g}") for value in row.tolist()]
+    return [float(f"{value:.9g}") + 0.0 for value in row.tolist()]  # 0 for -0
 
 
 def arms(served: Served) -> bytes:

@@ -259,11 +259,11 @@ def changes(before: Look, after: Look) -> Iterator[tuple[str, object]]:
         sequences |= {name: None for name in were if name not in are}
         for name, fields in are.items():
             known = were.get(name, {})
-            new = {
+            changed = {
                 field: value for field, value in fields.items() if known.get(field, _NEW) != value
             }
-            if new:
-                sequences[name] = {"kind": kind, **new}
+            if changed:
+                sequences[name] = {"kind": kind, **changed}
         follows = [
             *(name for name in were if name in are),
             *(name for name in are if name not in were),
