@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ropewalk.cache.kv import tensor_on
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
-from ropewalk.model.sampling import Ask, Picked, allows
+from ropewalk.model.sampling import Ask, Picked
 
 FIRST_CANDIDATES = 64
 WIDER = 8  # factor on candidates when those did not hold all that top_p and min_p keep
@@ -165,7 +165,7 @@ def _takes(ask: Ask, largest: int) -> bool:
     """Whether the row's largest logit is what is picked: what a grammar allows is most often."""
     if ask.changes_logits or not ask.params.greedy:
         return False
-    return ask.allowed is None or allows(ask.allowed, largest)
+    return ask.allowed is None or ask.allowed.includes(largest)
 
 
 def _kernel_rule(ask: Ask) -> tuple[float, ...]:
@@ -181,7 +181,8 @@ def masks_of(asks: Sequence[Ask], vocab: int) -> Tensor | None:
     size = -(-vocab // 8)
     every = b"\xff" * size
     masks = [
-        every if ask.allowed is None else ask.allowed.ljust(size, b"\0")[:size] for ask in asks
+        every if ask.allowed is None else ask.allowed.bits().ljust(size, b"\0")[:size]
+        for ask in asks
     ]
     return torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(asks), size)
 

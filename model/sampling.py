@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,18 @@ class SamplingParams:
         return bool(truncated or penalised or self.min_tokens or self.prompt_logprobs is not None)
 
 
+class Allowed(Protocol):
+    """The only tokens that may be picked. Raises a ServeError where there are none."""
+
+    def includes(self, token: int) -> bool:
+        """Much quicker than to find all of them."""
+        ...
+
+    def bits(self) -> bytes:
+        """A bit for each token, lowest first."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
     """What to sample from one row of logits."""
@@ -56,7 +69,7 @@ class Ask:
     tokens: Sequence[int]  # prompt and generated tokens
     num_prompt: int
     uniform: float  # in [0, 1): selects the token; unused when greedy
-    allowed: bytes | None = None  # the only tokens that may be picked, a bit each, lowest first
+    allowed: Allowed | None = None
 
     @property
     def changes_logits(self) -> bool:

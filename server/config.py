@@ -88,6 +88,7 @@ class HttpOptions:
     access_log: bool = True  # a line for every request, not only for refused ones
     max_body_bytes: int | None = None  # None: by the longest context
     root_path: str = ""  # below which a proxy publishes the server
+    explorer: bool = True  # a page at /
     request_timeout_s: float = 300.0
     stalled_write_s: float = 30.0
     ping_s: float = 15.0
@@ -276,6 +277,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
             root_path=values["root_path"],
+            explorer=values["explorer"],
         ),
         events=_events(values),
         host=values["host"],

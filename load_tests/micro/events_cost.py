@@ -1,11 +1,12 @@
 """What publishing KV events costs a step that decodes, beside an engine that publishes none.
 
-python -m ropewalk.load_tests.micro.events_cost [MODEL] [--rounds N] [--batch N]
+python -m ropewalk.load_tests.micro.events_cost [MODEL] [--pairs N] [--rounds N] [--batch N]
 
 Two engines of one model compute a few steps each by turns, and a subscriber in a process of its own
-gets the events. Counted is the processor time of the whole process, so also that of the thread that
-publishes and of ZeroMQ's; with one thread that computes, other programs change it least. On a busy
-machine the processor time of these threads alone says more.
+gets the events; then two others, since no two lie in memory alike. Counted is the processor time of
+the whole process, so also that of the thread that publishes and of ZeroMQ's; with one thread that
+computes, other programs change it least. On a busy machine the processor time of these threads
+alone says more.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 from threading import enumerate as enumerate_threads
+from typing import NamedTuple
 
 import torch
 
@@ -68,6 +70,14 @@ def seconds(engine: Engine) -> float:
     return (time.process_time() - began) / STEPS
 
 
+class Measured(NamedTuple):
+    """Seconds of processor time for a step."""
+
+    quiet: float
+    told: float
+    publishing: float  # of the latter, in the threads that publish
+
+
 def published_s() -> float:
     """Processor time so far of the thread that publishes and of ZeroMQ's."""
     spent = 0
@@ -95,36 +105,50 @@ def compare(silent: Engine, telling: Engine, rounds: int) -> tuple[list[float], 
     return quiet, told
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=8)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    length = 40 + STEPS * args.rounds
+def measure(model: str, batch: int, rounds: int, *, silent_first: bool) -> Measured:
+    """With engines of their own, loaded in this order: no two lie in memory alike."""
+    length = 40 + STEPS * rounds
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/events"
-        silent, telling = loaded(args.model), loaded(args.model, kv_events=endpoint)
+        telling = None if silent_first else loaded(model, kv_events=endpoint)
+        silent = loaded(model)
+        telling = telling or loaded(model, kv_events=endpoint)
         subscriber = subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint])
         try:
             for engine in (silent.engine, telling.engine):
-                submitted(engine, args.batch, length)
+                submitted(engine, batch, length)
                 for _ in range(30):  # prompts, and what begins slowly
                     engine.step()
             before = published_s()
-            quiet, told = compare(silent.engine, telling.engine, args.rounds)
-            own = (published_s() - before) / (args.rounds * STEPS)
+            quiet, told = compare(silent.engine, telling.engine, rounds)
+            own = (published_s() - before) / (rounds * STEPS)
         finally:
             subscriber.kill()
             subscriber.wait()
             telling.close()
-    more = median_of([b / a - 1 for a, b in zip(quiet, told, strict=True)])
-    cost = median_of([b - a for a, b in zip(quiet, told, strict=True)])
+    return Measured(median_of(quiet).value, median_of(told).value, own)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--pairs", type=int, default=6, help="of engines")
+    parser.add_argument("--rounds", type=int, default=4, help="of each pair")
+    parser.add_argument("--batch", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    pairs = []
+    for number in range(args.pairs):
+        pairs.append(measure(args.model, args.batch, args.rounds, silent_first=number % 2 == 0))
+        print(f"pair {number + 1}: {pairs[-1].told / pairs[-1].quiet - 1:+.2%}", flush=True)
+    quiet = median_of([each.quiet for each in pairs]).value
+    more = median_of([each.told / each.quiet - 1 for each in pairs])
+    cost = median_of([each.told - each.quiet for each in pairs]).value
+    own = median_of([each.publishing for each in pairs]).value
     print(
-        f"batch {args.batch}: a step {median_of(quiet).value * 1e3:.3f} ms; with events "
-        f"{more.value:+.2%} ({more.low:+.2%} to {more.high:+.2%}), {cost.value * 1e6:.1f} µs; "
-        f"the threads that publish {own / median_of(quiet).value:.2%}, {own * 1e6:.1f} µs"
+        f"batch {args.batch}: a step {quiet * 1e3:.3f} ms; with events "
+        f"{more.value:+.2%} ({more.low:+.2%} to {more.high:+.2%}), {cost * 1e6:.1f} µs; "
+        f"the threads that publish {own / quiet:.2%}, {own * 1e6:.1f} µs"
     )
 
 

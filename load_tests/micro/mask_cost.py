@@ -105,7 +105,7 @@ def main() -> None:
 
     def matcher() -> Matcher:
         begun = compiled.begin()
-        return Unforced(begun._state, begun._mask, begun._ends)
+        return Unforced(begun._state, begun.mask(), begun._ends)
 
     for count in (1, 32):
         kinds = [kind for kind, every in KINDS.items() if count >= every]

@@ -29,6 +29,8 @@ _NULL = {"type": "null"}
 _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
 _WITH_BODY = (413, 415)
 _OF_ENGINE = (429, 504)
+_OF_KEPT = (403, 409)  # of what keeps sequences or continues them
+_KEPT, _KEEPING = "/v1/cache/sequences", ("/v1/completions", "/v1/chat/completions")
 _TEXT = {"type": "string"}
 _MESSAGES_ERROR = {
     "type": "object",
@@ -89,7 +91,10 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
             if needs_key:
                 operation["security"] = [{"key": []}]
             statuses = [*_ANYWHERE, *(_WITH_BODY if method == "post" else ())]
-            statuses += [*(_OF_ENGINE if path in ANSWERED else ()), *([401] if needs_key else ())]
+            kept = path.startswith(_KEPT)
+            statuses += [*(_OF_ENGINE if kept or path in ANSWERED else ())]
+            statuses += [*(_OF_KEPT if kept or path in _KEEPING else ())]
+            statuses += [401] if needs_key else []
             operation["responses"] = {"200": operation["responses"]["200"]} | {
                 str(status): _refused(codes[status], path) for status in sorted(statuses)
             }

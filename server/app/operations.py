@@ -10,11 +10,15 @@ from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from starlette.routing import Match
+from starlette.types import Scope
 
 from ropewalk.model.catalogue import EncodingFacts, Place, as_json, catalogue, listing
 from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.engine.openmp import Turns, aside
 from ropewalk.server.errors import DeadlineExceeded, NotReady
+from ropewalk.server.http.middleware import wants_page
 from ropewalk.server.metrics.exporter import CONTENT_TYPES
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.schemas import ModelBody
@@ -107,7 +111,29 @@ def operation_routes(serving: Serving, version: str, place: Place | None) -> API
         _, page = await asyncio.to_thread(found, request.app)
         return HTMLResponse(page)
 
+    if serving.options.explorer:
+        router.routes.append(_ForBrowsers("/", _explorer, include_in_schema=False))
     return router
+
+
+class _ForBrowsers(APIRoute):
+    """A route that others do not have."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
+
+
+async def _explorer() -> Response:
+    """A page that shows what each encoding does to a live cache."""
+    html, headers = await asyncio.to_thread(_explorer_page)
+    return HTMLResponse(html, headers=headers)
+
+
+@cache
+def _explorer_page() -> tuple[str, dict[str, str]]:
+    from ropewalk.server.app.explorer import joined  # few clients are browsers
+
+    return joined()
 
 
 def position_routes(serving: Serving) -> APIRouter:

@@ -301,6 +301,11 @@ SETTINGS: tuple[Variable, ...] = (
         "none",
     ),
     _http(
+        "--explorer",
+        "serve a page at / that shows what each encoding does to a live cache",
+        default=True,
+    ),
+    _http(
         "--api-key",
         "key that clients must send; repeatable. Setting the variable instead keeps it out of the "
         "process list",

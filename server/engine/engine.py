@@ -308,18 +308,29 @@ class Sampling:
 
     logits [S, vocab]: one row of each request, in the order of `batch.samples`. With a grammar, it
     begins when its tokens are first asked for: what may come next depends on the tokens of the
-    step before, which are known by then, and were looked at while the device computed `logits`.
+    step before, which are known by then, and is looked for while the device computes `logits`.
     """
 
     def __init__(self, logits: Tensor, batch: StepBatch, sampler: Sampler) -> None:
         self._requests = [each.request for each in batch.samples]
         self._logits, self._samples, self._sampler = logits, batch.samples, sampler
+        self._failed: dict[str, Sampled] = {}
         if all(request.matcher is None for request in self._requests):
             _ = self._picking
 
     @cached_property
     def _picking(self) -> Picking:
-        return self._sampler.begin(self._logits, [_ask(each) for each in self._samples])
+        return self._sampler.begin(self._logits, [self._ask(each) for each in self._samples])
+
+    def _ask(self, sample: Sample) -> Ask:
+        ask = _ask(sample)
+        try:
+            if ask.allowed is not None:
+                ask.allowed.bits()
+        except ServeError as error:  # of one request, which is then free, and ends here
+            self._failed[sample.request.id] = Sampled(0, error=error)
+            return replace(ask, allowed=None)
+        return ask
 
     def tokens(self, requests: Sequence[Request]) -> Tensor:
         """The tokens of some of its requests, [S] on the device, perhaps not picked yet."""
@@ -332,9 +343,8 @@ class Sampling:
     def result(self) -> Mapping[str, Sampled]:
         """Waits for the device."""
         picked, _ = self._picking.read()
-        return {
-            request.id: _sampled(each) for request, each in zip(self._requests, picked, strict=True)
-        }
+        sampled = map(_sampled, picked)
+        return dict(zip((each.id for each in self._requests), sampled, strict=True)) | self._failed
 
 
 def sample(logits: Tensor, batch: StepBatch, sampler: Sampler) -> Mapping[str, Sampled]:
@@ -390,6 +400,8 @@ def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) ->
         return _sampled(sampler.pick(row[None], [ask])[0])
     except torch.AcceleratorError:
         raise
+    except ServeError as error:
+        return Sampled(0, error=error)
     except Exception as error:
         log.exception("sampling failed for a request")
         reason = f"Sampling failed for this request ({type(error).__name__})."

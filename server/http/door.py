@@ -46,7 +46,7 @@ ROOM_SECONDS = 0.05  # between looks for room
 BURST = 64  # connections that are accepted before others have their turn
 LOG_SECONDS = 1.0
 # While requests are refused, new connections wait so long for one another, and for their requests.
-SHED_SECONDS = 0.02
+SHED_SECONDS = 0.05
 MOST_PEEKED = 64 << 10  # bytes of a request that may be refused at once
 # One in so many is closed at a time, so that the search for the longest idle ones is rare.
 _SHARE = 32
@@ -173,6 +173,7 @@ class Shedder:
         self._drain = drain
         self._identify = identify
         self._log = log
+        self._let_pass: list[Visit] = []
 
     @property
     def active(self) -> bool:
@@ -180,7 +181,10 @@ class Shedder:
         return self._door.refuses and not self._drain.draining
 
     def answer(self, data: bytes, address: str) -> bytes | None:
-        """The answer to send before the connection is closed; None: it is to be read as usual."""
+        """The answer to send before the connection is closed; None: it is to be read as usual.
+
+        Whom the door would let in counts for those that are asked about next, until `hand_over`.
+        """
         began = time.perf_counter()
         read = _read(data)
         if read is None:
@@ -190,9 +194,11 @@ class Shedder:
             client = self._identify({"headers": list(headers.items())})
         except ServeError:
             return None
-        error = self._door.refusal(client)
-        if error is None:
+        try:
+            self._let_pass.append(self._door.enter(client))
             return None
+        except QueueFull as refusal:
+            error = refusal
         body = error.body(path)
         request_id = choose_id(headers.get(b"x-request-id"))
         seconds = time.perf_counter() - began
@@ -208,6 +214,12 @@ class Shedder:
             b"connection: close",
         ]
         return b"\r\n".join([*lines, b"", body])
+
+    def hand_over(self) -> None:
+        """Those that were let pass come to the door by the usual way, and are counted there."""
+        for visit in self._let_pass:
+            visit.begin()
+        self._let_pass.clear()
 
 
 def _read(data: bytes) -> tuple[str, dict[bytes, bytes]] | None:
@@ -299,6 +311,7 @@ class Acceptor:
                     await asyncio.sleep(SHED_SECONDS)
                     accepted += _accept_more(listener)
                     accepted = [each for each in accepted if not self._shed(*each)]
+                    self._shedder.hand_over()
                 while accepted:
                     await self._make_room()
                     self._begin(accepted.pop(0)[0])

@@ -57,6 +57,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return b", ".join(values) if values else None
 
 
+def wants_page(scope: Scope) -> bool:
+    """Whether a browser asks for the explorer, which holds nothing and asks for a key itself."""
+    asked = scope["method"] == "GET" and scope["path"] == "/"
+    return asked and b"text/html" in (header(scope, b"accept") or b"")
+
+
 def state_of(scope: Scope) -> MutableMapping[str, Any]:
     """Shared by all that handle a request: `id`, `method`, `client`, `salt`, `model`, `visit`.
 
@@ -85,7 +91,7 @@ class Paths:
         for start in range(min(len(parts), _MOST_BEFORE + 1)):
             end = "/" + "/".join(parts[start:])
             for guess in (f"/v1{end}", end):
-                if self.template(guess) is not None:
+                if guess != path and self.template(guess) is not None:
                     return guess
         return None
 
@@ -121,7 +127,7 @@ class Addressed:
             return await self._app(scope, receive, send)
         path, method = scope["path"], scope["method"]
         state_of(scope)["method"] = method
-        prefixed = self._prefix and path.startswith(f"{self._prefix}/")
+        prefixed = self._prefix and f"{path}/".startswith(f"{self._prefix}/")
         if prefixed and self._paths.template(path.rstrip("/")) is None:
             path = path.removeprefix(self._prefix)
         path = path.rstrip("/") or "/"
@@ -364,7 +370,8 @@ class Auth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS or wants_page(scope)
+        if not is_open:
             client, state = self._keys.client(scope), state_of(scope)
             state["client"] = client
             state["salt"] = "" if self._shared else self._salt(client)

@@ -217,8 +217,9 @@ class KeptSequences:
         """Do it. Raises ImpossibleOperation with the reason, QueueFull and InvalidField."""
         onto = self.get(asked.onto, kept.client) if asked.op is Op.MOVE_SPAN else kept
         operation, after = self._operation(kept, asked, onto)
-        if not after.tokens:
-            raise InvalidField("nothing would be left; leave at least one token", "count")
+        drops = asked.op in (Op.EVICT_KEEP, Op.EVICT_RENUMBER)
+        if drops and asked.count >= self._cache.computed(kept.id):
+            raise InvalidField("nothing stored would be left; leave at least one token", "count")
         self.require_room(len(after.tokens), "count")
         try:
             predicted = self._operations.dry_run(operation)

@@ -6,7 +6,7 @@ them once: preemption, a shortened context and steps computed again change nothi
 
 from collections.abc import Collection, Mapping
 from time import thread_time
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ropewalk.model.sampling import SamplingParams, allows
 from ropewalk.server.errors import FormFailed
@@ -25,6 +25,12 @@ SLOW = 0.004  # seconds of the processor for one token; far more than honest gra
 PATIENCE = 0.04  # seconds beyond that, over a whole answer
 
 
+NOWHERE = (
+    "no token of this model continues the answer in the form that it must have, or finding one "
+    "takes too long; simplify that form"
+)
+
+
 class State(Protocol):
     """What is used of llguidance's LLMatcher."""
 
@@ -33,6 +39,10 @@ class State(Protocol):
     def compute_ff_tokens(self) -> list[int]: ...
 
     def compute_bitmask(self) -> bytes: ...
+
+    def validate_tokens(self, tokens: list[int]) -> int: ...
+
+    def is_accepting(self) -> bool: ...
 
     def is_stopped(self) -> bool: ...
 
@@ -46,58 +56,86 @@ class Matcher:
         """mask: of the first token. ends: tokens that may come where the answer is complete."""
         self.finished = False  # nothing can follow, not even a token that ends the answer
         self._state = state
+        self._mask: bytes | None = mask  # of the next token, once it was needed
+        self._forced = False  # the next token must be a certain one
         self._ends = ends
         self._late = 0.0
-        self._take(mask)
 
-    def allowed(self, params: SamplingParams, place: int) -> bytes:
-        """The tokens that may be the answer's token number `place`, a bit each, lowest first.
-
-        Where an answer may end, but must not yet or ignores ends, it goes on if it can.
-        """
+    def allowed(self, params: SamplingParams, place: int) -> "Next":
+        """The tokens that may be the answer's token number `place`."""
         if place < params.min_tokens:
-            return without(self._mask, self._ends | params.stop_ids)
-        if not self._may_end:
-            return self._mask
-        return without(self._mask, self._ends - params.stop_ids)
+            return Next(self, self._ends | params.stop_ids)
+        return Next(self, self._ends - params.stop_ids)
 
     def advance(self, token: int, most: int) -> list[int]:
         """Take the answer's next token; returns up to `most` tokens that must follow it.
 
-        Raises FormFailed where no token can follow, or finding it out takes too long.
+        Raises FormFailed where the grammar does not have it, or following it takes too long.
         """
         began = thread_time()
         forced: list[int] = []
+        must: list[int] = []
         state, new = self._state, [token]
-        while new and state.consume_tokens(new) and len(forced) < most:
-            new = state.compute_ff_tokens()[: most - len(forced)]
+        while new and state.consume_tokens(new):
+            must = state.compute_ff_tokens()
+            new = must[: most - len(forced)]
             forced += new
-        self._find_mask()
+        if state.is_error():
+            raise FormFailed(NOWHERE)
+        self._mask, self._forced = None, bool(must)
+        self._spend(began)
+        self.finished = state.is_stopped() or (
+            state.is_accepting() and not any_but(self.mask(), self._ends)
+        )
+        return forced
+
+    def takes(self, token: int) -> bool:
+        """Whether the token, none that ends an answer, may come next."""
+        if self._forced or self._mask is not None:
+            return allows(self.mask(), token)
+        began = thread_time()
+        try:
+            return self._state.validate_tokens([token]) == 1
+        except ValueError:
+            return False  # nothing may; `mask` says why
+        finally:
+            self._spend(began)
+
+    def mask(self) -> bytes:
+        """The tokens that may come next, a bit each. Raises FormFailed where there are none."""
+        if self._mask is None:
+            began = thread_time()
+            mask = mask_of(self._state)
+            if mask is None:
+                raise FormFailed(NOWHERE)
+            self._spend(began)
+            self._mask = mask
+        return self._mask
+
+    def _spend(self, began: float) -> None:
         self._late += max(0, thread_time() - began - SLOW)
         if self._late > PATIENCE:
             raise FormFailed(
                 "the form that this answer must have takes too long to follow; simplify it"
             )
-        return forced
 
-    def _find_mask(self) -> None:
-        state = self._state
-        if not state.is_error() and state.is_stopped():
-            self.finished = True
-            return
-        mask = None if state.is_error() else mask_of(state)
-        if mask is None:
-            raise FormFailed(
-                "no token of this model continues the answer in the form that it must have, or "
-                "finding one takes too long; simplify that form"
-            )
-        self._take(mask)
-        self.finished = self._may_end and not any_but(mask, self._ends)
 
-    def _take(self, mask: bytes) -> None:
-        """The tokens that may come next."""
-        self._mask = mask
-        self._may_end = any(allows(mask, end) for end in self._ends)  # seldom: the rest is quick
+class Next(NamedTuple):
+    """The tokens that may come next in an answer.
+
+    Where it may end, but must not yet or ignores ends, it goes on if it can.
+    """
+
+    matcher: Matcher
+    held: frozenset[int]  # tokens that are left out if there are others
+
+    def includes(self, token: int) -> bool:
+        if token in self.held:
+            return allows(self.bits(), token)
+        return self.matcher.takes(token)
+
+    def bits(self) -> bytes:
+        return without(self.matcher.mask(), self.held)
 
 
 def mask_of(state: State) -> bytes | None:

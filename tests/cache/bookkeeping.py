@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.rearranging import Copy
-from ropewalk.cache.types import Capability, Evict, Fork, NoRoom, Op, OpReport
+from ropewalk.cache.types import Capability, Evict, Fork, Move, NoRoom, Op, OpReport, Truncate
 
 
 def store(cache: CacheManager, seq: str, tokens, **options) -> int | None:
@@ -37,8 +37,15 @@ class Bookkeeping:
         impossible = self.capability(op) is Capability.IMPOSSIBLE
         return "its positions are in its values" if impossible else None
 
+    def dry_run(self, operation):
+        return OpReport(operation.op, self.capability(operation.op))
+
     def apply(self, operation):
         match operation:
+            case Truncate(seq, length):
+                copies = self.manager.rearranger.truncate(seq, length)
+            case Move(source, first, count, target):
+                copies = self.manager.rearranger.move(source, first, count, target, rewrite=False)
             case Fork(seq, child, length):
                 copies = self.manager.rearranger.fork(seq, child, length)
             case Evict(seq, first, count, renumber):

@@ -96,6 +96,8 @@ def _tool(draw: Random) -> dict[str, Any]:
 
 
 MODEL: Draw = _of("ropewalk-rope", "ropewalk-t5", "ropewalk-alibi")
+OPERATION = _of("append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span")
+NOBODY = "seq-" + 32 * "0"
 GENERATION: Mapping[str, Draw] = {
     "min_tokens": _of(0, 1),
     "temperature": _between(0, 2),
@@ -114,6 +116,7 @@ GENERATION: Mapping[str, Draw] = {
     "logit_bias": lambda draw: {str(_id(draw)): draw.uniform(-100, 100) for _ in range(3)},
     "stream": _of(True, False),
     "overflow": _of("refuse", "shift", "slide"),
+    "keep": _of(True, False),
     "cache_salt": _of("a", "b"),
     "user": _text,
     "priority": _of(0),
@@ -156,6 +159,7 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
             "echo": _of(True, False),
             "logprobs": _of(0, 1, 20),
             "add_special_tokens": _of(True, False),
+            "sequence": _of(NOBODY),
         },
     ),
     "/v1/chat/completions": (
@@ -217,9 +221,7 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
     "/v1/cache/plan": (
         {
             "model": MODEL,
-            "operation": _of(
-                "append", "fork", "truncate", "evict_keep", "evict_renumber", "move_span"
-            ),
+            "operation": OPERATION,
             "tokens": _of(1, 16, 100, 500),
         },
         {
@@ -229,6 +231,14 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
     ),
     "/v1/cache/flush": ({}, {"model": MODEL}),
+    "/v1/cache/sequences": (
+        {"model": MODEL, "prompt": _any(_text, _ids)},
+        {"parent": _of(NOBODY), "add_special_tokens": _of(True, False), "cache_salt": _of("a")},
+    ),
+    f"/v1/cache/sequences/{NOBODY}/operations": (
+        {"operation": OPERATION, "count": _of(1, 16)},
+        {"first": _of(0, 1, 16), "onto": _of(NOBODY), "prompt": _any(_text, _ids)},
+    ),
     "/v1/positions/explain": (
         {"model": MODEL, "input": _any(_text, _ids)},
         {
@@ -248,7 +258,7 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
     ),
 }
-_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.3)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.5, 2, 0.3)
 
 
 def draw_stream(draw: Random) -> Stream:

@@ -65,7 +65,8 @@ class Target:
         found = []
         for model in self.ask("/v1/cache")["data"]:
             blocks = model["blocks"]
-            if blocks["active"] or model["requests"] or model["waiting"] or model["shared"]:
+            kept = {block for each in model["kept"] for block in each["blocks"]}
+            if blocks["active"] != len(kept) or model["requests"] or model["waiting"]:
                 found.append(f"{model['model']} holds {blocks['active']} blocks")
             if blocks["quarantined"] or model["audit"]["mutated"]:
                 found.append(f"{model['model']} has blocks that changed")

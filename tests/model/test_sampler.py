@@ -458,9 +458,13 @@ def test_a_gpu_picks_what_a_cpu_picks():
         assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
 
 
-def mask(tokens, size):
-    bits = sum(1 << token for token in tokens)
-    return bits.to_bytes(-(-size // 32) * 4, "little")
+class Only:
+    """These tokens may be picked, of so many."""
+
+    def __init__(self, tokens, size):
+        self.includes = set(tokens).__contains__
+        bits = sum(1 << token for token in tokens)
+        self.bits = partial(bits.to_bytes, -(-size // 32) * 4, "little")
 
 
 @pytest.mark.parametrize("vocab", [7, 900, 3001])
@@ -476,7 +480,7 @@ def test_only_allowed_tokens_are_picked(sampling, vocab, some, chosen):
     plain = [Ask(params(**chosen, logprobs=0), [], 0, rng.random()) for _ in rows]
     tokens = sorted(rng.sample(range(vocab), min(some, vocab)))
     # A mask may be shorter than the row: of an embedding with rows that no token has.
-    allowed = mask(tokens, tokens[-1] + 1)
+    allowed = Only(tokens, tokens[-1] + 1)
     held = [
         Ask(*(getattr(a, n) for n in ("params", "tokens", "num_prompt", "uniform")), allowed)
         if i % 2
@@ -500,5 +504,5 @@ def test_stops_and_biases_beside_a_grammar(sampling):
         ({"presence_penalty": 2.0}, 5),
         ({"min_tokens": 4, "stop_ids": frozenset({7})}, 7),  # what made the mask has seen to it
     ):
-        asked = Ask(params(**chosen, temperature=0.0), [1, 7], 1, 0.0, mask([5, 7], 40))
+        asked = Ask(params(**chosen, temperature=0.0), [1, 7], 1, 0.0, Only([5, 7], 40))
         assert sampling.pick(row, [asked])[0].token == token

@@ -49,7 +49,12 @@ def random_answer(grammar, tokenizer, rng, *, most=400, force=0):
     params = SamplingParams(most, stop_ids=frozenset(tokenizer.eos))
     pieces = []
     for place in range(most):
-        token = rng.choice(tokens_in(matcher.allowed(params, place)))
+        allowed = matcher.allowed(params, place)
+        some = [*tokenizer.eos, *rng.sample(range(tokenizer.vocab_size), 20)]
+        quick = [allowed.includes(each) for each in some]  # before the others are found
+        mask = allowed.bits()
+        assert quick == [allows(mask, each) for each in some]
+        token = rng.choice(tokens_in(mask))
         forced = matcher.advance(token, force)
         pieces += [text.push(each) for each in (token, *forced)]
         if matcher.finished:
@@ -61,7 +66,7 @@ def follows(grammar, tokenizer, text):
     """Whether an answer may begin with the text."""
     matcher = grammar.begin()
     for place, token in enumerate(tokenizer.encode(text, bos=False)):
-        if not allows(matcher.allowed(SamplingParams(len(text)), place), token):
+        if not matcher.allowed(SamplingParams(len(text)), place).includes(token):
             return False
         matcher.advance(token, 0)
     return True

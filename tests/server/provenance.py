@@ -282,7 +282,7 @@ class World:
             self.check_entry(entry)
         counts, usable = self.cache.counts(), self.cache.num_blocks - 1
         assert counts.free + counts.active + counts.cached == usable  # BP1
-        held = {b for r in self.scheduler.running for b in self.cache.table(r.id).blocks}
+        held = {block for name in self.cache.sequences for block in self.cache.table(name).blocks}
         assert counts.active == len(held)
         self.ended += len(self.scheduler.drain_ended())
         assert self.ended + len(self.live) == len(self.prompts)

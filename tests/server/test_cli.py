@@ -96,7 +96,10 @@ def test_taken_port_is_said_before_anything_is_loaded(built, capsys) -> None:
         (["serv"], "No such command 'serv'. Did you mean 'serve'? See ropewalk --help"),
         (["audti"], "No such command 'audti'. Did you mean 'audit'? See ropewalk --help"),
         (["serve", "--prt", "1"], "'--prt'. Did you mean '--port'? See ropewalk serve --help"),
-        (["serve", "--por", "1"], "'--por'. Did you mean '--port'? See ropewalk serve --help"),
+        (
+            ["serve", "--por", "1"],
+            "'--por'. (Did you mean one of: '--explorer', '--port'?); see ropewa",
+        ),
         (["serve", "--max-modellen=4k"], "'--max-model-len', '--max-models'?); see ropewalk serve"),
         (["serve", "--no-prefix-sharin"], "Did you mean one of: '--no-prefix-sharing', "),
         (["serve", "--gpu-memory-utilization", "1"], "--gpu-memory-utilization'; see ropewalk se"),

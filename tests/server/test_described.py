@@ -9,10 +9,11 @@ from starlette.routing import Route
 
 from ropewalk.server.errors import InvalidField
 from ropewalk.server.openai.body import read_body
+from ropewalk.server.openai.kept_bodies import BODIES as KEPT
 from ropewalk.server.openai.schemas import BODIES as OWN
 from tests.server.toy import ask, toy_app
 
-BODIES = {body.__name__: body for body in OWN}
+BODIES = {body.__name__: body for body in (*OWN, *KEPT)}
 WHOLE = {  # the least that each needs
     "CompletionBody": {"prompt": "a"},
     "ChatBody": {"messages": [{"role": "user", "content": "a"}]},
@@ -21,6 +22,8 @@ WHOLE = {  # the least that each needs
     "ModelBody": {},
     "DetokenizeBody": {"tokens": [1]},
     "CachePlanBody": {"operation": "append", "tokens": 1},
+    "KeepBody": {"prompt": "a"},
+    "OperationBody": {"operation": "fork", "count": 1},
 }
 
 

@@ -88,6 +88,22 @@ def shedder(*, draining: bool = False) -> Shedder:
     return Shedder(door, drain, identify, HttpLog(Metrics(), access_log=False))
 
 
+def test_one_place_is_for_one_of_those_who_come_together():
+    def place(model):
+        return Outlook(seats=1, waiting=3 * full, places=1)
+
+    full = True
+    door = Door(["toy"], place)
+    door.refusal("k")
+    asked = Shedder(door, Drain(), lambda scope: "k", HttpLog(Metrics(), access_log=False))
+    full = False
+    answers = [asked.answer(PLAIN, "-") for _ in range(4)]
+    assert [each is None for each in answers] == [True, True, False, False]  # a seat and a place
+    assert asked.active
+    asked.hand_over()
+    assert asked.answer(PLAIN, "-") is None
+
+
 def changed(old: bytes, new: bytes) -> bytes:
     data = PLAIN.replace(old, new, 1)
     assert data != PLAIN

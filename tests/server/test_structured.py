@@ -9,6 +9,7 @@ from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import FormFailed
 from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request
 from ropewalk.server.structured.grammar import Grammar, Kind
+from ropewalk.server.structured.matcher import Matcher
 from tests.model.tiny import tiny
 from tests.server.grammars import Letters, compiled, grammars_of
 from tests.server.recording import engine
@@ -202,36 +203,46 @@ def test_max_tokens_and_stops_end_an_answer_among_forced_tokens(grammars):
         assert events["r1"][-1].finish is finish
 
 
-class Stuck:
-    """A matcher that fails at its third token."""
+class Stuck(Matcher):
+    """Fails at its third token: when it takes it, or when it looks for it."""
 
-    finished = False
+    def __init__(self, matcher, where):
+        super().__init__(matcher._state, matcher._mask, matcher._ends)
+        self.where, self.taken = where, 0
 
-    def __init__(self, matcher):
-        self.matcher, self.taken = matcher, 0
+    def mask(self):
+        if self.taken == 2 and self.where == "mask":
+            raise FormFailed("no token continues it")
+        return super().mask()
 
-    def allowed(self, params, place):
-        return self.matcher.allowed(params, place)
+    def takes(self, token):
+        return self.mask() and super().takes(token)
 
     def advance(self, token, most):
         self.taken += 1
         if self.taken == 3:
             raise FormFailed("no token continues it")
-        return self.matcher.advance(token, 0)
+        return super().advance(token, 0)
 
 
-def test_a_grammar_that_leads_nowhere_fails_its_request_alone(grammars, expected):
-    decoder = tiny("rope")
-    running, manager, scheduler = engine(decoder, decoder, 200, LONG)
-    made = requests(grammars)
-    made[2].matcher = Stuck(made[2].matcher)
+def all_events(running, made):
+    events = {each.id: [] for each in made}
     for each in made:
         running.submit(each)
-    events = {each.id: [] for each in made}
     while running.busy:
         for event in running.step().events:
             events[event.request_id].append(event)
-        scheduler.check()
+    return events
+
+
+@pytest.mark.parametrize("where", ["mask", "advance"])
+def test_a_grammar_that_leads_nowhere_fails_its_request_alone(grammars, expected, where):
+    decoder = tiny("rope")
+    running, manager, scheduler = engine(decoder, decoder, 200, LONG)
+    made = requests(grammars)
+    made[2].matcher = Stuck(made[2].matcher, where)
+    events = all_events(running, made)
+    scheduler.check()
     assert [event.error is not None for event in events.pop("r2")] == [False, False, True]
     assert {name: without_numbers(own) for name, own in events.items()} == {
         name: without_numbers(own) for name, own in expected.items() if name != "r2" and own
@@ -254,3 +265,17 @@ def test_steps_are_launched_ahead_with_grammars(grammars, caplog):
         assert without_numbers(found[name]) == without_numbers(events)
     assert device.ahead > 5
     assert not caplog.messages
+
+
+def test_one_that_leads_nowhere_fails_alone_in_a_step_launched_ahead(grammars):
+    decoder = tiny("rope")
+    running, device, _ = late(decoder, decoder, 100)
+    made = requests(grammars[1:2], 8, ways=WAYS[:2], max_tokens=20)
+    want = all_events(running, requests(grammars[1:2], 8, ways=WAYS[:2], max_tokens=20))
+    stuck = next(each for each in made if each.matcher is not None)
+    stuck.matcher = Stuck(stuck.matcher, "mask")
+    found = all_events(running, made)
+    assert [event.error is not None for event in found.pop(stuck.id)] == [False, False, True]
+    for name, events in found.items():
+        assert without_numbers(events) == without_numbers(want[name])
+    assert device.ahead > 5

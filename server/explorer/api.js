@@ -1,0 +1,171 @@
+// The server's public routes.
+
+class ApiError extends Error {
+  // error: the object `error` of the server's answer.
+  constructor(status, error) {
+    super(error.message);
+    Object.assign(this, { status, code: error.code ?? null, param: error.param ?? null });
+  }
+}
+
+const KEY = "ropewalk-key"; // in sessionStorage: for this tab only
+
+// Below which the server is: the page's own path, whatever a proxy puts before it.
+const ROOT = location.protocol === "file:" ? "" : location.pathname.replace(/\/*$/, "/");
+
+// Asks the server. ask: resolves when a key is in place; called when the server wants one.
+class Server {
+  constructor(ask) {
+    this.ask = ask;
+  }
+
+  // Milliseconds, from any beginning.
+  now() {
+    return performance.now();
+  }
+
+  // The text of an answer. Throws ApiError. keep: text → what is wanted of it.
+  async answer(method, path, body, { signal, keep = (text) => text } = {}) {
+    return keep(await (await this.#fetched(method, path, body, signal)).text());
+  }
+
+  // The data of server-sent events: {at: milliseconds of now(), data: text}.
+  async *events(method, path, body, { signal } = {}) {
+    const own = new AbortController();
+    signal?.addEventListener("abort", () => own.abort(signal.reason), { once: true });
+    signal?.throwIfAborted();
+    try {
+      const answer = await this.#fetched(method, path, body, own.signal);
+      for await (const data of dataOf(answer.body)) yield { at: this.now(), data };
+    } finally {
+      own.abort();
+    }
+  }
+
+  async #fetched(method, path, body, signal) {
+    for (;;) {
+      const headers = {};
+      const key = sessionStorage.getItem(KEY);
+      if (key) headers.authorization = `Bearer ${key}`;
+      if (body !== undefined) headers["content-type"] = "application/json";
+      const sent = body === undefined ? undefined : JSON.stringify(body);
+      const answer = await fetch(ROOT + path, { method, headers, body: sent, signal, cache: "no-store", redirect: "error" });
+      if (answer.ok) return answer;
+      const error = await refusal(answer);
+      if (error.status !== 401) throw error;
+      if (sessionStorage.getItem(KEY) === key) await this.ask(error.message);
+    }
+  }
+}
+
+// What panels ask. source: a Server, or a Recorder or a Replay (visit.js).
+class Api {
+  constructor(source) {
+    this.source = source;
+  }
+
+  now() {
+    return this.source.now();
+  }
+
+  // Answers are parsed JSON; what the server refuses is thrown as an ApiError. options: {signal}.
+  async get(path, options) {
+    return JSON.parse(await this.source.answer("GET", path, undefined, options));
+  }
+
+  async post(path, body, options) {
+    return JSON.parse(await this.source.answer("POST", path, body, options));
+  }
+
+  async remove(path, options) {
+    return JSON.parse(await this.source.answer("DELETE", path, undefined, options));
+  }
+
+  // The lines of /metrics with samples of these names, without `ropewalk_`.
+  metrics(names, options) {
+    const wanted = new Set(names.map((name) => `ropewalk_${name}`));
+    const keep = (text) => text.split("\n").filter((line) => wanted.has(/^\w*/.exec(line)[0])).join("\n");
+    return this.source.answer("GET", "metrics", undefined, { ...options, keep });
+  }
+
+  // Server-sent events as they come: {at: milliseconds of now(), data: parsed JSON}. Without a body
+  // it is a GET. Ends with the stream, or when the signal is aborted; leaving the loop closes it.
+  async *stream(path, body, options) {
+    const method = body === undefined ? "GET" : "POST";
+    for await (const { at, data } of this.source.events(method, path, body, options)) {
+      if (data === "[DONE]") return;
+      const found = JSON.parse(data);
+      if (found.error) throw new ApiError(200, found.error);
+      yield { at, data: found };
+    }
+  }
+}
+
+async function refusal(answer) {
+  const found = await answer.json().catch(() => ({}));
+  const message = `the server answered ${answer.status}; see its log`;
+  return new ApiError(answer.status, found.error ?? { message });
+}
+
+// The data of server-sent events. Comments and other fields are left out.
+async function* dataOf(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        const lines = part.split("\n").filter((line) => line.startsWith("data:"));
+        if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+// A streamed completion: a token {index, at, id, text, logprob, alternatives} for each that comes,
+// alternatives being [text, logprob] with the likeliest first; then {index, finish} for each
+// choice, and {usage} of the whole.
+async function* completion(api, body, signal) {
+  const sent = { ...body, stream: true, return_token_ids: true, stream_options: { include_usage: true } };
+  for await (const { at, data } of api.stream("v1/completions", sent, { signal })) {
+    for (const { index, text, logprobs, token_ids: ids, finish_reason: finish } of data.choices) {
+      for (const [nth, id] of (ids ?? []).entries()) {
+        yield {
+          index, at, id,
+          text: logprobs ? logprobs.tokens[nth] ?? "" : nth === 0 ? text : "",
+          logprob: logprobs?.token_logprobs[nth] ?? null,
+          alternatives: Object.entries(logprobs?.top_logprobs?.[nth] ?? {}).sort((one, other) => other[1] - one[1]),
+        };
+      }
+      if (finish) yield { index, finish };
+    }
+    if (data.usage) yield { usage: data.usage };
+  }
+}
+
+// The samples of Prometheus' text: {name, labels, value}. Histograms' buckets are left out.
+function samples(text) {
+  const found = [];
+  for (const line of text.split("\n")) {
+    const [, name, inside, value] = /^(\w+)(?:\{(.*)\})? (\S+)/.exec(line) ?? [];
+    if (name === undefined || name.endsWith("_bucket")) continue;
+    const labels = Object.fromEntries([...(inside ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g)].map(([, key, each]) => [key, each]));
+    found.push({ name, labels, value: Number(value) });
+  }
+  return found;
+}
+
+// What counters grew by between two texts of /metrics: grown(name, labels) sums the samples of that
+// name, with `ropewalk_` before it, that have these labels.
+function growth(before, after) {
+  const sum = (all, name, labels) =>
+    all.filter((each) => each.name === `ropewalk_${name}` && Object.entries(labels).every(([key, value]) => each.labels[key] === value))
+      .reduce((total, each) => total + each.value, 0);
+  const [first, last] = [samples(before), samples(after)];
+  return (name, labels) => sum(last, name, labels) - sum(first, name, labels);
+}

@@ -1,0 +1,226 @@
+// What the panels stand in: the model, one cursor, messages, theme and key.
+//
+// A panel is {id, title, lead, mount(root, page)}; mount is called when it is first shown. It may
+// have shown() and hidden(), called each time after that. `page` has
+//   api                  the server (api.js)
+//   models, model        entries of /v1/models, and the chosen one
+//   encodings            entries of /v1/encodings by name
+//   cursor               {model, ids, texts, index}: the token that all panels look at, or null
+//   point(cursor)        moves it
+//   on(name, listener)   "model", "cursor": after a change; returns a function that stops listening
+//   attempt(work)        runs an async function; what it throws becomes the sentence under the tabs
+//   say(sentence)        says something there
+//   show(id)             goes to a panel
+// Controls have a name of their own in data-act (button() and select() set it): recordings use it.
+
+const panels = [];
+
+class Page {
+  constructor(api) {
+    this.api = api;
+    this.models = [];
+    this.model = null;
+    this.encodings = {};
+    this.cursor = null;
+    this.events = new EventTarget();
+  }
+
+  on(name, listener) {
+    const heard = () => listener(this);
+    this.events.addEventListener(name, heard);
+    return () => this.events.removeEventListener(name, heard);
+  }
+
+  point(cursor) {
+    this.cursor = cursor;
+    this.events.dispatchEvent(new Event("cursor"));
+  }
+
+  choose(name) {
+    this.model = this.models.find((model) => model.id === name) ?? this.models[0] ?? null;
+    this.events.dispatchEvent(new Event("model"));
+  }
+
+  say(sentence, isError = false) {
+    const line = document.getElementById("status");
+    line.classList.toggle("error", isError);
+    fill(line, sentence);
+  }
+
+  async attempt(work) {
+    try {
+      this.say("");
+      return await work();
+    } catch (error) {
+      if (error.name !== "AbortError") this.say(told(error), true);
+      if (!(error instanceof ApiError || error.name === "AbortError" || error instanceof TypeError)) throw error;
+    }
+  }
+
+  show(id) {
+    location.hash = id;
+  }
+}
+
+function told(error) {
+  const text = error instanceof TypeError ? "the server does not answer; is it still running?" : error.message;
+  return text[0].toUpperCase() + text.slice(1) + (text.endsWith(".") ? "" : ".");
+}
+
+// ------------------------------------------------------------------------------------------ panels
+
+function switchPanels(page) {
+  const main = document.getElementById("panel");
+  const tabs = document.getElementById("tabs");
+  const mounted = new Map();
+  let current = null;
+  fill(tabs, panels.map(({ id, title }) => element("a", { href: `#${id}`, "data-act": `tab-${id}` }, title)));
+
+  function shown() {
+    const wanted = location.hash.slice(1);
+    const panel = panels.find(({ id }) => id === wanted) ?? panels[0];
+    if (panel === current) return;
+    if (current) {
+      mounted.get(current.id).hidden = true;
+      current.hidden?.();
+    }
+    current = panel;
+    for (const tab of tabs.children) {
+      if (tab.getAttribute("href") === `#${panel.id}`) tab.setAttribute("aria-current", "page");
+      else tab.removeAttribute("aria-current");
+    }
+    document.title = `${panel.title} – Ropewalk explorer`;
+    let root = mounted.get(panel.id);
+    if (root === undefined) {
+      const inside = element("div", { class: "inside" });
+      root = element("section", { id: `panel-${panel.id}`, "aria-label": panel.title }, element("p", { class: "lead" }, panel.lead), inside);
+      mounted.set(panel.id, root);
+      main.append(root);
+      panel.mount(inside, page);
+    }
+    root.hidden = false;
+    panel.shown?.();
+  }
+
+  addEventListener("hashchange", shown);
+  shown();
+}
+
+// -------------------------------------------------------------------------------------- the frame
+
+function showModels(page) {
+  const picker = document.getElementById("model");
+  fill(picker, page.models.map((model) => element("option", { value: model.id }, model.id)));
+  picker.addEventListener("change", () => page.choose(picker.value));
+  page.on("model", () => {
+    const model = page.model;
+    picker.value = model?.id ?? "";
+    fill(document.getElementById("facts"), model === null ? "" : [
+      figure(model.encoding ?? "–", "/v1/models: encoding"), " · trained on ",
+      figure(`${format.count(model.trained_context ?? model.max_model_len)} tokens`, "/v1/models: trained_context"), " · serves ",
+      figure(format.count(model.max_model_len), "/v1/models: max_model_len, in tokens"),
+    ]);
+  });
+}
+
+function showTheme(tools) {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const isDark = () => (document.documentElement.dataset.theme ?? (dark.matches ? "dark" : "light")) === "dark";
+  const toggle = button("", "theme", () => {
+    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+    name();
+  });
+  const name = () => fill(toggle, isDark() ? "Light" : "Dark");
+  dark.addEventListener("change", name);
+  name();
+  tools.append(toggle);
+}
+
+// Asks for an API key, once for all who need one.
+let asking = null;
+function askForKey(reason) {
+  asking ??= new Promise((resolve) => {
+    const input = element("input", { type: "password", id: "key", autocomplete: "off" });
+    const done = () => {
+      if (!input.value) return;
+      sessionStorage.setItem(KEY, input.value.trim());
+      dialog.close();
+    };
+    const dialog = element("dialog", { "aria-labelledby": "key-title" },
+      element("h2", { id: "key-title" }, "This server needs an API key"),
+      element("p", {}, told({ message: reason })),
+      field("API key", input),
+      element("p", { class: "note" }, "It is kept in this tab only, until you close it."),
+      element("button", { type: "button", click: done }, "Use this key"),
+    );
+    input.addEventListener("keydown", (event) => event.key === "Enter" && done());
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      asking = null;
+      resolve();
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+  return asking;
+}
+
+// Says where a number comes from, when it is pointed at or focused.
+function showTips() {
+  const tip = document.getElementById("tip");
+  const hide = () => {
+    tip.hidden = true;
+  };
+  const show = (event) => {
+    const target = event.target.closest?.("[data-tip]");
+    if (!target) return hide();
+    fill(tip, target.dataset.tip);
+    tip.hidden = false;
+    const at = target.getBoundingClientRect();
+    const left = Math.min(Math.max(8, at.left), innerWidth - tip.offsetWidth - 8);
+    const above = at.top - tip.offsetHeight - 6;
+    tip.style.left = `${left + scrollX}px`;
+    tip.style.top = `${(above > 0 ? above : at.bottom + 6) + scrollY}px`;
+  };
+  document.addEventListener("pointerover", show);
+  document.addEventListener("focusin", show);
+  document.addEventListener("focusout", hide);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+}
+
+// What answers: the server, or a visit in place of it.
+async function sourceOf(bar) {
+  const visit = await visitToReplay(bar);
+  if (visit !== null) return new Replay(visit);
+  const server = new Server(askForKey);
+  return new URLSearchParams(location.search).has("record") ? new Recorder(server) : server;
+}
+
+async function start() {
+  const bar = document.getElementById("visit");
+  showTips();
+  showTheme(document.getElementById("tools"));
+  document.getElementById("skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    document.getElementById("panel").focus();
+  });
+  const source = await sourceOf(bar);
+  const page = new Page(new Api(source));
+  fill(document.getElementById("foot"), element("p", {}, "Every number here comes from a public route, and says which. ",
+    element("a", { href: `${ROOT}docs` }, "API"), " · ", element("a", { href: `${ROOT}metrics` }, "metrics"), " · ",
+    element("a", { href: "?record" }, "record a visit"), " · ", element("a", { href: "?replay" }, "replay one")));
+  showModels(page);
+  await page.attempt(async () => {
+    const [models, encodings] = await Promise.all([page.api.get("v1/models"), page.api.get("v1/encodings")]);
+    page.models = models.data;
+    page.encodings = Object.fromEntries(encodings.data.map((each) => [each.name, each]));
+  });
+  fill(document.getElementById("model"), page.models.map((model) => element("option", { value: model.id }, model.id)));
+  page.choose(page.models[0]?.id);
+  if (source.hash) history.replaceState(null, "", source.hash);
+  switchPanels(page);
+  source.begin?.(bar);
+}
+
+document.addEventListener("DOMContentLoaded", start);

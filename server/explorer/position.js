@@ -1,0 +1,286 @@
+// Panel 4: what the encoding makes of the token under the cursor and any other.
+// Numbers come from POST /v1/positions/explain; the hands of clocks at other positions follow from
+// its frequencies, and a bias at other distances from its table.
+{
+  const TURN = 2 * Math.PI;
+  const TEXT = "The king went down to the river, and the old king said unto the people of the river";
+  const NAMES = { score: "score", content: "content", position: "position", weights: "attention" };
+
+  // kind of an encoding: what is seen here, and what appending and moving do to the stored key.
+  const KINDS = {
+    rotation: {
+      seen: "Each clock is one pair of numbers of the query and of the key. Each hand was turned once, by its own token's " +
+        "position: fast pairs first, slow pairs last. The score only sees the angle between the hands.",
+      append: "The query is a later token now, and its hands are elsewhere. The key's hands have not moved, because " +
+        "their angle is the key's own position, whatever comes later. So appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, as when text before it is dropped. Its stored hands (dashed) are now wrong: " +
+        "every pair of every such key must be turned and written again. This is what makes moving expensive.",
+    },
+    bias: {
+      seen: "The encoding leaves queries and keys alone. It adds a number to each score, read off this curve at the distance between the two tokens.",
+      append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
+    },
+    embedding: {
+      seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. From there on it is mixed " +
+        "into queries, keys and values, so a score cannot be split into a content and a position part.",
+      append: "Earlier tokens keep their positions, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, but the old one is mixed into the stored key and value and cannot be taken out. Moving is impossible: they must be computed again.",
+    },
+    none: {
+      seen: "There is no encoding: the score is content alone. Order shows only in that no token sees a later one.",
+      append: "No stored key has a position in it, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position. There is none in the stored key, so moving changes nothing.",
+    },
+  };
+
+  // One pair of a rotation as a clock. Angles in radians, counter-clockwise from three o'clock; `stored`
+  // is where the key's hand was before it moved, or null; `adds` what the pair adds to the score, of at
+  // most `most`, or null where that is not known yet.
+  function clock({ pair, frequency, query, key, stored, adds, most, size = 74 }) {
+    const middle = size / 2, long = middle - 9, short = long - 6;
+    const tip = (angle, reach) => [middle + reach * Math.cos(angle), middle - reach * Math.sin(angle)];
+    const hand = (angle, reach, kind) => {
+      const [x, y] = tip(angle, reach);
+      return svg("line", { x1: middle, y1: middle, x2: x, y2: y, class: `hand ${kind}` });
+    };
+    const between = (((query - key) % TURN) + TURN) % TURN;
+    const [[x0, y0], [x1, y1], [qx, qy], [kx, ky]] = [tip(key, 14), tip(query, 14), tip(query, long), tip(key, short)];
+    const period = TURN / frequency;
+    const turn = period < 100 ? period.toFixed(1) : format.count(period);
+    const told = `pair ${pair}: a full turn every ${turn} tokens\nthe hands are ${Math.round((between * 360) / TURN)}° apart${adds === null ? "" : `\nit adds ${minus(adds, 3)} to the score`}`;
+    return svg("svg", { viewBox: `0 0 ${size} ${size + 22}`, class: "clock", role: "img", "aria-label": told, "data-tip": told, "data-pair": pair, "data-adds": adds },
+      svg("circle", { cx: middle, cy: middle, r: middle - 4, class: "face" }),
+      svg("path", { d: `M${middle} ${middle}L${x0} ${y0}A14 14 0 ${between > Math.PI ? 1 : 0} 0 ${x1} ${y1}Z`, class: "wedge" }),
+      stored === null ? null : hand(stored, short, "stored"),
+      hand(key, short, "key"), svg("rect", { x: kx - 3, y: ky - 3, width: 6, height: 6, class: "tip key" }),
+      hand(query, long, "query"), svg("circle", { cx: qx, cy: qy, r: 3.5, class: "tip query" }),
+      svg("text", { x: middle, y: size + 10, "text-anchor": "middle" }, turn),
+      adds === null ? null : svg("g", { class: "adds" },
+        svg("line", { x1: middle, x2: middle, y1: size + 13, y2: size + 21 }),
+        svg("rect", { class: adds < 0 ? "takes" : "gives", x: middle + Math.min(0, (adds / most) * middle), y: size + 14.5, width: Math.abs(adds / most) * middle, height: 5 })));
+  }
+
+  // Each key's score as content plus position: a ring is the content, a dot the score, the stem between
+  // them what position added or took.
+  function splitChart(width, { head, query, key, choose }) {
+    const height = 240, left = 44, right = width - 8, top = 26, bottom = height - 38;
+    const seen = [...Array(query + 1).keys()];
+    const values = seen.flatMap((each) => [head.scores[each], head.content?.[each] ?? 0]);
+    const y = scale([Math.min(0, ...values), Math.max(0, ...values)], [bottom, top]);
+    const x = scale([0, Math.max(1, query)], [right - 8, left + 10], Math.max(2, Math.min(8, width / 80)));
+    const drawing = svg("svg", { width, height, class: "chart", role: "img", "aria-label": "Each key's score in this head, split into content and position" },
+      axes({ x, y, left, right, top, bottom, xTitle: "tokens back from the query", yTitle: "score before softmax" }),
+      svg("line", { x1: x(query - key), x2: x(query - key), y1: top, y2: bottom, class: "guide" }),
+      seen.map((each) => {
+        const [at, score] = [x(query - each), y(head.scores[each])];
+        const content = head.content ? y(head.content[each]) : null;
+        return svg("g", { class: each === key ? "point chosen" : "point" },
+          content === null ? null : svg("line", { x1: at, x2: at, y1: content, y2: score, class: "stem" }),
+          content === null ? null : svg("circle", { cx: at, cy: content, r: 3.4, class: "content" }),
+          svg("circle", { cx: at, cy: score, r: 2.8, class: "score" }));
+      }));
+    drawing.addEventListener("pointermove", (event) => {
+      const at = query - Math.round(x.inverse(event.clientX - drawing.getBoundingClientRect().left));
+      if (at >= 0 && at <= query && at !== key) choose(at);
+    });
+    return drawing;
+  }
+
+  // What a rotation adds to the score of one query and key by their distance, in every head.
+  function turnedApart(pairs, far) {
+    const distances = [...Array(far + 1).keys()];
+    const added = (head, distance) => pairs.reduce((sum, { frequency, heads }) => {
+      const { magnitude, phase } = heads[head];
+      return sum + magnitude * (Math.cos(distance * frequency + phase) - Math.cos(phase));
+    }, 0);
+    return { distances, heads: pairs[0].heads.map((_, head) => distances.map((distance) => added(head, distance))) };
+  }
+
+  // A bias at distances that can be seen.
+  function nearby({ distances, heads }, far) {
+    const kept = distances.flatMap((distance, i) => (Math.abs(distance) <= far ? [i] : []));
+    return { distances: kept.map((i) => distances[i]), heads: heads.map((values) => kept.map((i) => values[i])) };
+  }
+
+  // What each head adds to the score by distance; the chosen head's curve stands out.
+  function biasChart(width, { bias: { distances, heads }, head, distance }) {
+    const height = 240, left = 44, right = width - 54, top = 26, bottom = height - 38;
+    const y = scale([Math.min(0, ...heads.flat()), Math.max(0, ...heads.flat())], [bottom, top]);
+    const x = scale([distances[0], distances.at(-1)], [right, left], Math.max(2, Math.min(8, width / 80)));
+    const at = heads[head][nearest(distances, distance)];
+    const curve = (each) => svg("path", { class: each === head ? "curve chosen" : "curve", d: path(heads[each].map((value, i) => [x(distances[i]), y(value)])) });
+    const others = [...heads.keys()].filter((each) => each !== head);
+    return svg("svg", { width, height, class: "chart", role: "img", "data-at": at, "aria-label": `What head ${head} adds at distance ${distance}: ${minus(at)}` },
+      axes({ x, y, left, right, top, bottom, xTitle: "tokens back from the query", yTitle: "added to the score" }),
+      others.map(curve), curve(head),
+      svg("line", { x1: x(distance), x2: x(distance), y1: top, y2: bottom, class: "guide" }),
+      svg("circle", { cx: x(distance), cy: y(at), r: 4.5, class: "score" }),
+      svg("text", { x: right + 6, y: y(heads[head][0]) + 4, class: "label" }, `head ${head}`));
+  }
+
+  function nearest(distances, wanted) {
+    return distances.reduce((best, each, i) => (Math.abs(each - wanted) < Math.abs(distances[best] - wanted) ? i : best), 0);
+  }
+
+  // The text as buttons: pointing at one or going there with the arrow keys makes it the key, pressing
+  // it the query. A bar under each is its share of the query's attention.
+  function strip({ tokens, weights, query, key, choose, ask }) {
+    const most = Math.max(...weights.slice(0, query + 1));
+    const buttons = tokens.map(({ text }, i) => {
+      const role = i === query ? "query" : i === key ? "key" : i > query ? "unseen" : "";
+      return element("button", {
+        type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
+        "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${format.percent(weights[i])} of the query's attention`}`,
+        style: { "--share": i <= query ? weights[i] / most : 0 },
+        pointerenter: () => i <= query && i !== key && choose(i), click: () => ask(i),
+      }, visible(text), role === "query" || role === "key" ? element("small", {}, role) : null);
+    });
+    return element("div", {
+      class: "strip", role: "group", "aria-label": "Tokens of the text",
+      keydown(event) {
+        const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+        if (!step) return;
+        event.preventDefault();
+        choose(Math.max(0, Math.min(query, key + step)), true);
+      },
+    }, buttons);
+  }
+
+  // The two tokens in every head.
+  function headTable({ heads, key, head, pick }) {
+    const number = (each, name) => (each[name] ? (name === "weights" ? format.percent(each[name][key]) : minus(each[name][key])) : "–");
+    const columns = ["content", "position", "scores", "weights"];
+    return element("table", { class: "numbers" },
+      element("caption", {}, "These two tokens, in every head"),
+      element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "head"),
+        columns.map((name) => element("th", { scope: "col", class: "number" }, NAMES[name] ?? "score")))),
+      element("tbody", {}, heads.map((each, i) => element("tr", { class: i === head ? "chosen" : null, "data-head": each.head },
+        element("th", { scope: "row" }, button(String(each.head), `position-head-${each.head}`, () => pick(i), { "aria-pressed": String(i === head), "aria-label": `head ${each.head}` })),
+        columns.map((name) => element("td", { class: "number" }, figure(number(each, name), `/v1/positions/explain: heads[${i}].${name}[${key}]`, { "data-number": name })))))));
+  }
+
+  // --------------------------------------------------------------------------------------- the panel
+
+  panels.push({
+    id: "position",
+    title: "Position",
+    lead: "How does a token know how far back another one is? Choose two tokens. The picture shows where their distance " +
+      "enters the score, and whether a position is part of what is stored.",
+    mount(root, page) {
+      let shown = null; // {found, query, key, head, grown, moved}: an explanation, and where one looks
+      let showing = false;
+      const text = element("input", { type: "text", maxlength: 600, "data-act": "position-text", "aria-label": "Text" });
+      const layer = element("input", { type: "number", min: 0, value: 0, "data-act": "position-layer" });
+      text.value = TEXT;
+      const body = element("div", {});
+      layer.addEventListener("change", () => page.attempt(() => explain(shown?.query)));
+      fill(root,
+        element("form", { class: "row", submit: (event) => { event.preventDefault(); page.attempt(() => explain()); } },
+          field("Text, at most 256 tokens", text, { class: "field wide" }), field("Layer", layer),
+          element("button", { class: "main", "data-act": "position-show" }, "Show")),
+        body);
+
+      async function explain(query, ids = null) {
+        const input = ids ?? text.value;
+        const found = await page.api.post("v1/positions/explain", {
+          model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }),
+        });
+        const key = Math.min(shown?.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2), found.query);
+        shown = { found, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
+        build();
+        stay();
+      }
+
+      // What each pair adds to the score of this key: asked for once somebody has stayed at it.
+      async function lookCloser() {
+        const { found, query, key } = shown;
+        const closer = await page.api.post("v1/positions/explain", { model: found.model, input: found.tokens.map(({ id }) => id), layer: found.layer, query, key });
+        if (shown.found !== found || shown.key !== key) return;
+        shown = { ...shown, found: { ...found, key, pairs: closer.pairs } };
+        build();
+      }
+      let staying = null;
+      function stay() {
+        clearTimeout(staying);
+        if (shown.found.pairs && shown.found.key !== shown.key) staying = setTimeout(() => page.attempt(lookCloser), 350);
+      }
+
+      function change(changes, focus = false) {
+        shown = { ...shown, ...changes };
+        build();
+        stay();
+        if (focus) body.querySelector(`.word[data-index="${shown.key}"]`)?.focus();
+      }
+
+      const sentence = ({ found, query, key, head }) => {
+        const { content, position, scores, weights } = found.heads[head];
+        const word = (i) => `“${visible(found.tokens[i].text).replace(/^·/, "")}”`;
+        const split = position ? ` = content ${minus(content[key])} ${position[key] < 0 ? "−" : "+"} position ${Math.abs(position[key]).toFixed(2)}` : "";
+        return `Query ${word(query)} at position ${query}, key ${word(key)} at ${key}, ${many(query - key, "token")} back: in head ${found.heads[head].head}, ` +
+          `score ${minus(scores[key])}${split}, ${format.percent(weights[key])} of the attention.`;
+      };
+
+      // Where the two tokens are now, and whether somebody has tried what would happen.
+      function build() {
+        const { found, query, key, head, grown, moved } = shown;
+        const kind = KINDS[found.kind] ? found.kind : found.pairs ? "rotation" : found.bias ? "bias" : "none";
+        const chart = element("div", { class: "holder" }), curve = element("div", { class: "holder" });
+        const far = Math.max(128, 2 * query), distance = query + grown - key + moved;
+        const turned = found.pairs?.[0]?.heads && found.key === key ? turnedApart(found.pairs, far) : null;
+        const bias = found.bias ? nearby(found.bias, far) : turned;
+        const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
+        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
+        fill(body,
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.attempt(() => explain(i, found.tokens.map(({ id }) => id))) }),
+          element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
+          element("p", { class: "told" }, sentence(shown)),
+          element("div", { class: "tries" },
+            element("div", { class: "choices", role: "group", "aria-label": "What if" },
+              button("As it is", "position-as-is", () => change({ grown: 0, moved: 0 }), { "aria-pressed": String(!grown && !moved) }),
+              button("Append tokens", "position-append", () => change({ grown: grown + 1, moved: 0 }), { "aria-pressed": String(grown > 0) }),
+              button("Move the key", "position-move", () => change({ grown: 0, moved: Math.min(key, moved + 1) }), { "aria-pressed": String(moved > 0), disabled: key === 0 ? true : null })),
+            element("p", { class: "why", role: "status", "data-tried": moved ? "move" : grown ? "append" : "seen" }, tried)),
+          found.pairs ? clocks(shown) : null,
+          element("div", { class: "beside" },
+            element("div", {},
+              bias || found.pairs ? [element("h2", {}, `Head ${found.heads[head].head}: what position adds, by distance`), curve,
+                element("p", { class: "note" }, found.bias ? "The same curve for all tokens; the thin ones are other heads'."
+                  : "For this query and this key, at any distance; other tokens have other curves. The thin ones are other heads'.")] : null,
+              element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
+              element("p", { class: "note" }, found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
+            headTable({ heads: found.heads, key, head, pick: (i) => change({ head: i }) })));
+        fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
+        if (bias) fitted(curve, (width) => biasChart(width, { bias, head, distance }));
+      }
+
+      function clocks({ found, query, key, head, grown, moved }) {
+        const distance = query + grown - key + moved;
+        const added = ({ frequency, heads }) => (heads && found.key === key ? heads[head].magnitude * Math.cos(distance * frequency + heads[head].phase) : null);
+        const most = Math.max(...found.pairs.map((pair) => Math.abs(added(pair) ?? 0)));
+        return element("div", {},
+          element("ul", { class: "legend" }, [["query", "the query's hand, turned for this step and not stored"], ["key", "the key's hand, as it is stored"], ["stored", "where the stored hand was before the move"]]
+            .filter(([kind]) => kind !== "stored" || moved).map(([kind, meaning]) => element("li", {},
+              svg("svg", { width: 26, height: 12, class: "clock", "aria-hidden": true }, svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, class: `hand ${kind}` }),
+                kind === "query" ? svg("circle", { cx: 22, cy: 6, r: 3.5, class: "tip query" }) : kind === "key" ? svg("rect", { x: 19, y: 3, width: 6, height: 6, class: "tip key" }) : null),
+              " ", meaning)),
+            element("li", {}, "under each clock: the tokens that a full turn takes, and what the pair adds to the score (right) or takes from it (left)")),
+          element("div", { class: "clocks" }, found.pairs.map((pair) => clock({
+            ...pair, query: (query + grown) * pair.frequency, key: (key - moved) * pair.frequency, stored: moved ? key * pair.frequency : null, adds: added(pair), most,
+          }))));
+      }
+
+      const looked = () => {
+        const { cursor } = page;
+        if (!showing) return;
+        if (cursor && cursor.model === page.model.id && cursor.ids?.length) {
+          const ids = cursor.ids.slice(0, 256);
+          if (String(ids) !== String(shown?.found.tokens.map(({ id }) => id)) || cursor.index !== shown?.query) page.attempt(() => explain(Math.min(cursor.index, ids.length - 1), ids));
+        } else if (!shown || shown.found.model !== page.model.id) page.attempt(() => explain());
+      };
+      page.on("model", looked);
+      page.on("cursor", looked);
+      Object.assign(this, { shown: () => { showing = true; looked(); }, hidden: () => { showing = false; } });
+    },
+  });
+}

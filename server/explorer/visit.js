@@ -1,0 +1,265 @@
+// Visits: recorded to a file, and replayed without a server.
+//
+// A visit is {version, hash, size, acts, calls}. acts are what was pressed and set, by the data-act
+// of the control: {at, act, value}; calls are what the server was asked and answered: {at, method,
+// path, body, after, answer | refused | events}. Times are milliseconds, `after` and those of
+// events from the call's own beginning. No key is in it. In a replay the controls are worked again
+// and the same requests get the same answers at the same times.
+
+const VISIT = 1; // the version of the format
+const PATIENCE = 10000; // ms: how long a replay waits for a control that is not there yet
+
+// ------------------------------------------------------------------------------------- recording
+
+// A source (api.js) that writes down what passes between the page and another source.
+class Recorder {
+  constructor(source) {
+    Object.assign(this, { source, acts: [], calls: [], began: source.now(), first: location.hash });
+    document.addEventListener("click", (event) => this.#pressed(event), true);
+    document.addEventListener("change", (event) => this.#set(event), true);
+    document.addEventListener("input", (event) => event.target.type === "range" && this.#set(event), true);
+  }
+
+  now() {
+    return this.source.now();
+  }
+
+  async answer(method, path, body, options) {
+    const call = this.#call(method, path, body);
+    try {
+      const text = await this.source.answer(method, path, body, options);
+      call.answer = parsed(text);
+      return text;
+    } catch (error) {
+      if (error instanceof ApiError) call.refused = { status: error.status, message: error.message, code: error.code, param: error.param };
+      throw error;
+    } finally {
+      call.after = this.#since(call.at);
+    }
+  }
+
+  async *events(method, path, body, options) {
+    const call = this.#call(method, path, body);
+    call.events = [];
+    call.open = true; // until the server ends it
+    let last = "";
+    try {
+      for await (const event of this.source.events(method, path, body, options)) {
+        call.events.push([Math.round((event.at - this.began - call.at) * 10) / 10, ...folded(event.data, last)]);
+        last = event.data;
+        if (event.data === "[DONE]") call.open = false;
+        yield event;
+      }
+      call.open = false;
+    } catch (error) {
+      if (error instanceof ApiError) call.refused = { status: error.status, message: error.message, code: error.code, param: error.param };
+      throw error;
+    } finally {
+      call.after = this.#since(call.at);
+    }
+  }
+
+  // The bar from which the visit is saved.
+  begin(bar) {
+    const size = element("span", {});
+    const tick = () => fill(size, `${format.count(this.#since(0) / 1000)} s, ${format.short(this.text().length, "B")}`);
+    setInterval(tick, 1000);
+    tick();
+    fill(bar, element("p", { class: "visit-bar" }, element("strong", {}, "● Recording"), " ", size, " ",
+      element("button", { type: "button", click: () => this.save() }, "Save the visit"),
+      element("span", { class: "note" }, " What you type and what models answer will be in the file; your key will not.")));
+  }
+
+  text() {
+    const { acts, calls } = this;
+    return JSON.stringify({ version: VISIT, hash: this.first, size: [innerWidth, innerHeight], lasts: this.#since(0), acts, calls });
+  }
+
+  save() {
+    const url = URL.createObjectURL(new Blob([this.text()], { type: "application/json" }));
+    element("a", { href: url, download: "ropewalk-visit.json" }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 1000);
+  }
+
+  #since(at) {
+    return Math.round((this.now() - this.began - at) * 10) / 10;
+  }
+
+  #call(method, path, body) {
+    const call = { at: this.#since(0), method, path, body };
+    this.calls.push(call);
+    return call;
+  }
+
+  #pressed(event) {
+    const target = event.target.closest?.("[data-act]");
+    if (target && !target.matches("input, select, textarea")) this.acts.push({ at: this.#since(0), act: target.dataset.act });
+  }
+
+  #set({ target }) {
+    if (!target.dataset?.act) return;
+    const value = target.type === "checkbox" || target.type === "radio" ? target.checked : target.value;
+    const last = this.acts.at(-1);
+    if (last?.act === target.dataset.act && last.value === value) return; // a range's input, then its change
+    this.acts.push({ at: this.#since(0), act: target.dataset.act, value });
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
+}
+
+// An event as what differs from the one before it: how many characters begin and end alike, and
+// what is between.
+function folded(text, before) {
+  const most = Math.min(text.length, before.length);
+  let start = 0;
+  while (start < most && text[start] === before[start]) start++;
+  let end = 0;
+  while (end < most - start && text.at(-1 - end) === before.at(-1 - end)) end++;
+  return [start, end, text.slice(start, text.length - end)];
+}
+
+function unfolded(start, end, between, before) {
+  return before.slice(0, start) + between + before.slice(before.length - end);
+}
+
+// ---------------------------------------------------------------------------------------- replay
+
+// The visit that is to be replayed; null: none is. It is in the page, or at ?replay=FILE beside the
+// page, or is asked for.
+async function visitToReplay(bar) {
+  const inside = document.getElementById("recording");
+  if (inside !== null) return JSON.parse(inside.textContent);
+  const wanted = new URLSearchParams(location.search).get("replay");
+  if (wanted === null && location.protocol !== "file:") return null;
+  if (wanted) {
+    const url = new URL(wanted, location.href);
+    if (url.origin === location.origin) return (await fetch(url)).json();
+  }
+  const input = element("input", { type: "file", accept: ".json,application/json", "aria-label": "A recorded visit" });
+  fill(bar, element("p", { class: "visit-bar" }, "Choose a recorded visit: ", input));
+  for (;;) {
+    await new Promise((resolve) => input.addEventListener("change", resolve, { once: true }));
+    const visit = await input.files[0].text().then(JSON.parse).catch(() => null);
+    if (visit?.version === VISIT) return visit;
+    fill(bar, element("p", { class: "visit-bar" }, "This file is not a visit of this version. Choose another: ", input));
+  }
+}
+
+// Time that can be halted and hurried.
+class Clock {
+  #at = 0;
+  #since = performance.now();
+  speed = 1;
+
+  now() {
+    return this.#at + (performance.now() - this.#since) * this.speed;
+  }
+
+  run(speed) {
+    this.#at = this.now();
+    this.#since = performance.now();
+    this.speed = speed;
+  }
+
+  async until(time, signal) {
+    while (this.now() < time) {
+      signal?.throwIfAborted();
+      const left = this.speed ? (time - this.now()) / this.speed : Infinity;
+      await new Promise((resolve) => setTimeout(resolve, Math.min(left, 50)));
+    }
+    signal?.throwIfAborted();
+  }
+}
+
+// A source that answers from a visit, and works its controls.
+class Replay {
+  constructor(visit) {
+    Object.assign(this, { visit, hash: visit.hash, clock: new Clock(), used: new Map() });
+  }
+
+  now() {
+    return this.clock.now();
+  }
+
+  async answer(method, path, body, { signal } = {}) {
+    const call = this.#find(method, path, body);
+    await this.clock.until(this.now() + call.after, signal);
+    if (call.refused) throw new ApiError(call.refused.status, call.refused);
+    return typeof call.answer === "string" ? call.answer : JSON.stringify(call.answer);
+  }
+
+  async *events(method, path, body, { signal } = {}) {
+    const call = this.#find(method, path, body);
+    const began = this.now();
+    let last = "";
+    for (const [ms, ...change] of call.events ?? []) {
+      last = unfolded(...change, last);
+      await this.clock.until(began + ms, signal);
+      yield { at: began + ms, data: last };
+    }
+    await this.clock.until(began + (call.open ? Infinity : call.after), signal);
+    if (call.refused) throw new ApiError(call.refused.status, call.refused);
+  }
+
+  // The next call that asked this, or the last of them once more.
+  #find(method, path, body) {
+    const asked = JSON.stringify([method, path, body]);
+    const calls = this.visit.calls.filter((call) => JSON.stringify([call.method, call.path, call.body]) === asked && call.after !== undefined);
+    if (!calls.length) throw new ApiError(0, { message: "this visit has no answer to that: it was not asked when it was recorded" });
+    const nth = this.used.get(asked) ?? 0;
+    this.used.set(asked, nth + 1);
+    return calls[Math.min(nth, calls.length - 1)];
+  }
+
+  async begin(bar) {
+    const { acts, lasts } = this.visit;
+    const time = element("span", { class: "visit-time" });
+    const paused = element("button", { type: "button", click: () => {
+      this.clock.run(this.clock.speed ? 0 : 1);
+      fill(paused, this.clock.speed ? "Pause" : "Go on");
+    } }, "Pause");
+    const faster = element("button", { type: "button", click: () => {
+      this.clock.run({ 1: 2, 2: 4 }[this.clock.speed] ?? 1);
+      fill(faster, `${this.clock.speed}×`);
+      fill(paused, "Pause");
+    } }, "1×");
+    fill(bar, element("p", { class: "visit-bar" }, element("strong", {}, "▶ A recorded visit"), " ", time, " ", paused, faster,
+      element("button", { type: "button", click: () => location.reload() }, "Again")));
+    const tick = () => fill(time, `${Math.min(this.now() / 1000, lasts / 1000).toFixed(0)} of ${(lasts / 1000).toFixed(0)} s`);
+    const ticking = setInterval(tick, 200);
+    for (const act of acts) {
+      await this.clock.until(act.at);
+      await this.#work(act);
+    }
+    await this.clock.until(lasts);
+    tick();
+    clearInterval(ticking);
+    bar.dataset.over = "";
+    fill(paused, "Over");
+    paused.disabled = true;
+  }
+
+  async #work({ act, value }) {
+    const wanted = `[data-act="${CSS.escape(act)}"]`;
+    const given = performance.now() + PATIENCE;
+    let target = null;
+    while ((target = document.querySelector(wanted)) === null || target.disabled) {
+      if (performance.now() > given) return;
+      await new Promise((resolve) => setTimeout(resolve, 20));
+    }
+    target.scrollIntoView({ block: "nearest" });
+    target.classList.add("acted");
+    setTimeout(() => target.classList.remove("acted"), 700);
+    if (value === undefined) return target.click();
+    if (typeof value === "boolean") target.checked = value;
+    else target.value = value;
+    target.dispatchEvent(new Event("input", { bubbles: true }));
+    target.dispatchEvent(new Event("change", { bubbles: true }));
+  }
+}

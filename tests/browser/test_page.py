@@ -1,0 +1,222 @@
+"""What the explorer shows is what the API says; text is text; a visit can be replayed."""
+
+import json
+
+import httpx
+from playwright.sync_api import Page, expect
+
+from tests.browser.real import serving, standalone
+
+HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+KEY = "open-sesame"
+
+
+def act(page: Page, name: str):
+    return page.locator(f'[data-act="{name}"]')
+
+
+def ask(address: str, path: str, **body) -> dict:
+    answer = httpx.post(f"{address}/{path}", json=body, timeout=60)
+    assert answer.is_success, answer.text
+    return answer.json()
+
+
+def counted(address: str, name: str, model: str) -> float:
+    """A counter of a model, all its series together."""
+    lines = httpx.get(f"{address}/metrics").text.splitlines()
+    wanted = f'model_name="{model}"'
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and wanted in line
+    )
+
+
+def lane(page: Page, model: str):
+    return page.locator(f'.race-lane[data-model="{model}"]')
+
+
+def shown(page: Page, model: str, caption: str) -> str:
+    """A figure of a lane."""
+    return lane(page, model).locator("tr", has_text=caption).locator(".figure").inner_text()
+
+
+def cells(page: Page, run: int) -> list[str]:
+    return page.locator(f'[data-act^="talk-cell-{run}-"]').all_inner_texts()
+
+
+def press(page: Page, name: str) -> None:
+    """Presses a button that starts something, and waits for its end."""
+    act(page, name).click()
+    panel = page.locator(f"#panel-{name.split('-')[0]} .inside")
+    expect(panel).to_have_attribute("aria-busy", "false", timeout=60_000)
+
+
+def test_lanes_write_what_the_api_answers(family, opened):
+    page = opened(f"{family}/#race")
+    act(page, "race-temperature").fill("0")
+    act(page, "race-tokens").fill("24")
+    prompt = act(page, "race-prompt").input_value()
+    press(page, "race-go")
+    for model in ("ropewalk-rope", "ropewalk-t5", "ropewalk-learned"):
+        told = ask(
+            family, "v1/completions", model=model, prompt=prompt, max_tokens=24, temperature=0
+        )
+        assert lane(page, model).locator(".race-text").text_content() == told["choices"][0]["text"]
+        tokens = told["usage"]["total_tokens"]
+        plan = ask(family, "v1/cache/plan", model=model, operation="append", tokens=tokens - 1)
+        (own,) = [each for each in plan["data"] if each["own"]]
+        flops = own["work"]["flops"]
+        number = f"{flops} FLOP" if flops < 1000 else f"{float(f'{flops / 1000:.3g}'):g} kFLOP"
+        assert shown(page, model, "positional work") == number
+        assert shown(page, model, "keys rewritten") == "0"
+    assert "No lane rewrote a key" in page.locator(".race-verdict").inner_text()
+
+
+def test_past_the_limit_rope_turns_keys_t5_none_and_learned_refuses(family, opened):
+    page = opened(f"{family}/#race")
+    name = "ropewalk_kv_rewritten_entries_total"
+    models = ("ropewalk-rope", "ropewalk-t5")
+    before = {model: counted(family, name, model) for model in models}
+    press(page, "race-past")
+    for model in models:
+        turned = counted(family, name, model) - before[model]
+        assert shown(page, model, "keys rewritten") == f"{turned:,.0f}"
+        assert (turned > 0) == (model == "ropewalk-rope")
+    body = {"model": "ropewalk-learned", "prompt": "a", "max_tokens": 600, "overflow": "shift"}
+    reason = httpx.post(f"{family}/v1/completions", json=body).json()["error"]["message"]
+    told = lane(page, "ropewalk-learned").locator(".race-text").text_content()
+    assert told == f"Refused: {reason}"
+
+
+def test_a_talk_shows_the_apis_tokens_and_goes_on_from_any(family, opened):
+    page = opened(f"{family}/#talk")
+    page.select_option("#model", "ropewalk-t5")
+    act(page, "talk-temperature").fill("0")
+    press(page, "talk-go")
+    prompt = act(page, "talk-prompt").input_value()
+    body = {"model": "ropewalk-t5", "prompt": prompt, "temperature": 0, "logprobs": 5}
+    told = ask(family, "v1/completions", max_tokens=48, return_token_ids=True, **body)
+    (choice,) = told["choices"]
+    sent = len(choice["prompt_token_ids"])
+    plain = [each.replace("·", " ").replace("⏎", "\n") for each in cells(page, 1)[sent:]]
+    assert "".join(plain) == choice["text"]
+    act(page, f"talk-cell-1-{sent + 9}").click()
+    detail = page.locator(".talk-detail")
+    assert f"\n{choice['token_ids'][9]}\n" in detail.inner_text()
+    press(page, "talk-continue")
+    again = [each.replace("·", " ").replace("⏎", "\n") for each in cells(page, 2)[sent:]]
+    assert "".join(again).startswith(choice["text"])  # greedy: the same way once more
+    ids = choice["prompt_token_ids"] + choice["token_ids"][:10]
+    usage = ask(family, "v1/completions", **body | {"prompt": ids}, max_tokens=1)["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert page.locator(".talk-run").first.locator(".cell.shared").count() == cached > 0
+
+
+def test_text_is_never_html(family, opened):
+    page = opened(f"{family}/#talk")
+    act(page, "talk-prompt").fill(HOSTILE)
+    press(page, "talk-go")
+    token = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": [HOSTILE]}
+    choice = {"index": 0, "text": HOSTILE, "token_ids": [7], "finish_reason": "length"}
+    choice["logprobs"] = token | {"top_logprobs": [{HOSTILE: -1.0}]}
+    stream = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(body=stream))
+    act(page, "talk-go").click()
+    expect(page.locator(".talk-detail .token").first).to_have_text(HOSTILE)
+    page.goto(f"{family}/#race")
+    press(page, "race-go")
+    expect(lane(page, "ropewalk-t5").locator(".race-text")).to_have_text(HOSTILE)
+    page.unroute("**/v1/completions")
+    error = json.dumps({"error": {"message": HOSTILE, "code": "x"}})
+    page.route("**/v1/completions", lambda route: route.fulfill(status=400, body=error))
+    press(page, "race-go")
+    expect(lane(page, "ropewalk-t5").locator(".race-text")).to_contain_text(HOSTILE)
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_every_control_is_reached_by_keyboard(family, opened):
+    page = opened(f"{family}/#talk")
+    press(page, "talk-go")
+    for panel in ("talk", "race", "load", "cache", "position", "proof"):
+        page.locator(f'nav a[href="#{panel}"]').focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(f"#panel-{panel}")).to_be_visible()
+        wanted = page.evaluate(
+            """panel => [...document.querySelectorAll(`#panel-${panel} [data-act]:enabled`)]
+                .filter(each => each.tabIndex >= 0 && each.checkVisibility())
+                .map(each => each.dataset.act)""",
+            panel,
+        )
+        reached = set()
+        for _ in range(150):
+            page.keyboard.press("Tab")
+            reached.add(page.evaluate("document.activeElement.dataset.act ?? null"))
+            if reached >= set(wanted):
+                break
+        assert wanted and set(wanted) <= reached, panel
+    page.locator('nav a[href="#talk"]').press("Enter")
+    page.locator(".cell[tabindex='0']").press("Home")
+    expect(act(page, "talk-cell-1-0")).to_be_focused()
+    page.keyboard.press("ArrowRight")
+    expect(act(page, "talk-cell-1-1")).to_have_attribute("aria-pressed", "true")
+
+
+def test_load_counts_what_the_server_counts(family, opened):
+    page = opened(f"{family}/#load")
+    for box in page.locator('[data-act^="load-model-"]').all()[1:]:
+        box.uncheck()
+    act(page, "load-seconds").fill("1")
+    press(page, "load-go")
+    row = page.locator(".load-table tbody tr")
+    assert row.count() == 1
+    counts = row.locator("td").first.inner_text().split("\n")
+    assert counts[0] == counts[1] != "0"
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_below_a_root_path(opened):
+    flags = ("ropewalk-t5", "--api-key", KEY, "--root-path", "/llm")
+    with serving(*flags) as address:
+        page = opened(f"{address}/llm")
+        for key, reason in (("wrong", "is missing"), (KEY, "is not valid")):
+            expect(page.locator("dialog")).to_contain_text(reason)
+            page.fill("#key", key)
+            page.keyboard.press("Enter")
+        expect(page.locator("dialog")).to_have_count(0)
+        page.goto(f"{address}/llm/?record#talk")  # a proxy may publish both
+        press(page, "talk-go")
+        expect(act(page, "talk-cell-1-20")).to_be_visible()
+        assert page.evaluate("Object.values(sessionStorage)") == [KEY]
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        expect(page.locator("footer a", has_text="API")).to_have_attribute("href", "/llm/docs")
+        with page.expect_download() as saved:
+            page.locator("button", has_text="Save the visit").click()
+        assert KEY not in saved.value.path().read_text()
+
+
+def test_a_visit_is_replayed_from_a_file_without_a_server(family, opened, tmp_path):
+    page = opened(f"{family}/?record#talk")
+    press(page, "talk-go")
+    act(page, "talk-cell-1-20").click()
+    page.locator('nav a[href="#race"]').click()
+    act(page, "race-tokens").fill("12")
+    press(page, "race-go")
+    with page.expect_download() as saved:
+        page.locator("button", has_text="Save the visit").click()
+    visit = saved.value.path().read_text()
+    html = httpx.get(family, headers={"accept": "text/html"}).text
+    file = tmp_path / "visit.html"
+    file.write_text(standalone(html, visit))
+    again = opened(file.as_uri())
+    expect(again.locator("#visit[data-over]")).to_be_attached(timeout=30_000)
+    for model in ("ropewalk-rope", "ropewalk-alibi"):
+        text = lane(page, model).locator(".race-text").text_content()
+        assert lane(again, model).locator(".race-text").text_content() == text != ""
+        assert shown(again, model, "positional work") == shown(page, model, "positional work")
+    assert (
+        again.locator(".talk-cells").first.inner_text()
+        == page.locator(".talk-cells").first.inner_text()
+    )
+    chosen = opened(f"{family}/?replay")
+    chosen.locator("input[type=file]").set_input_files(
+        {"name": "visit.json", "mimeType": "application/json", "buffer": visit.encode()}
+    )
+    expect(act(chosen, "race-go")).to_be_visible(timeout=30_000)

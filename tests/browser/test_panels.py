@@ -1,0 +1,133 @@
+"""What the panels Cache, Position and Proof claim is what the API says."""
+
+import httpx
+
+
+def press(page, *acts):
+    for act in acts:
+        page.click(f'[data-act="{act}"]:enabled')
+
+
+def attributes(page, selector, *names):
+    """Of all nodes, one list each."""
+    return page.eval_on_selector_all(
+        selector, "(nodes, names) => nodes.map(n => names.map(name => n.getAttribute(name)))", names
+    )
+
+
+def kept(family, model):
+    """The kept sequences of a model, newest last, each with its checksums."""
+    listed = httpx.get(f"{family}/v1/cache/sequences", params={"model": model}).json()["data"]
+    return [httpx.get(f"{family}/v1/cache/sequences/{each['id']}").json() for each in listed]
+
+
+def test_proof_shows_the_checksums_of_the_api_and_that_they_are_equal(panel, family):
+    page = panel("proof")
+    press(page, "proof-1", "proof-2", "proof-3")
+    page.wait_for_selector('[data-act="proof-move"]:enabled')
+    for encoding in ("alibi", "learned", "nope", "rope", "sinusoidal", "t5"):
+        model = f"ropewalk-{encoding}"
+        shown = attributes(
+            page, f'[data-model="{model}"] .prints li', "data-before", "data-after", "data-state"
+        )
+        sums = kept(family, model)[-1]["checksums"]
+        assert len(shown) == 6 and shown == [[sums[i], sums[i], "equal"] for i in range(6)]
+
+
+def test_proof_moves_keys_under_rope_alone_and_where_it_is_possible(panel):
+    page = panel("proof")
+    press(page, "proof-1", "proof-2", "proof-3", "proof-move")
+    page.wait_for_selector(".experiment:nth-of-type(2) [data-model]:nth-of-type(6)")
+    moved = ".experiment:nth-of-type(2) [data-model='ropewalk-{}']"
+    for encoding, states in (("rope", "changed"), ("t5", "equal"), ("alibi", "equal")):
+        found = attributes(page, f"{moved.format(encoding)} .prints li", "data-state")
+        assert [each for [each] in found] == ["equal"] * 2 + ["dropped"] * 2 + [states] * 2
+    for encoding in ("learned", "sinusoidal"):
+        assert "the position is part of every stored key and value" in page.text_content(
+            f"{moved.format(encoding)} .refused"
+        )
+
+
+def test_the_counter_example_shows_the_blocks_that_the_audit_found_changed(panel, family):
+    page, asked = panel("proof"), []
+    page.on("request", lambda sent: sent.method == "POST" and asked.append(sent.post_data_json))
+    press(page, "proof-counter")
+    page.wait_for_selector('[data-arm="own"] .prints')
+    assert [body["arm"] for body in asked] == ["rope:dynamic-rewrite", "own"]
+    for body, state in zip(asked, ("changed", "equal"), strict=True):
+        told = httpx.post(f"{family}/v1/positions/audit", json=body, timeout=60).json()["blocks"]
+        assert len(told) == 7 and attributes(
+            page, f"[data-arm='{body['arm']}'] li", "data-before", "data-after", "data-state"
+        ) == [[block["before"], block["after"], state] for block in told]
+
+
+def test_a_fork_shows_the_shared_blocks_of_the_api(panel, family):
+    page = panel("cache", "t5")
+    press(page, "cache-keep", "cache-fork", "cache-do")
+    page.wait_for_selector("#panel-cache .sequence:nth-of-type(2)")
+    page.wait_for_selector(".chip.shared")
+    page.wait_for_selector(".told:not(:empty)")
+    (entry,) = httpx.get(f"{family}/v1/cache", params={"model": "ropewalk-t5"}).json()["data"]
+    shown = attributes(page, ".chip.shared", "data-block")
+    assert sorted(int(each) for [each] in shown) == sorted(
+        each["block"] for each in entry["shared"] for _ in each["holders"]
+    )
+    assert page.text_content('[data-count="s"]') == str(len(entry["shared"]))
+    forked, parent = (each["blocks"] for each in kept(family, "ropewalk-t5")[-1:-3:-1])
+    assert forked == parent[:4] and set(forked) <= {each["block"] for each in entry["shared"]}
+    page.focus(".chip.shared")
+    lit = attributes(page, ".chip.lit", "data-block")
+    assert len(lit) > 1 and lit == lit[:1] * len(lit), "one block is lit wherever it is held"
+
+
+def test_a_shift_under_rope_turns_exactly_the_keys_that_were_counted(panel, family):
+    page = panel("cache")
+    press(page, "cache-keep", "cache-evict_renumber")
+    own = "tr.own [data-rewritten]"
+    predicted = int(page.get_attribute(own, "data-rewritten"))
+    (before,) = kept(family, "ropewalk-rope")[-1:]
+    press(page, "cache-do")
+    page.wait_for_selector(".told:not(:empty)")
+    (after,) = kept(family, "ropewalk-rope")[-1:]
+    keys = 4 * 4 * (after["tokens"] - 32)  # layers, heads, and the tokens after the first 32
+    assert keys == predicted
+    assert f"{keys:,} keys turned and written again" in page.text_content(".told")
+    shown = attributes(page, ".sequence:first-of-type .chip", "data-block", "class")
+    turned = [int(block) for block, kind in shown if "turned" in kind]
+    assert turned == after["blocks"][2:]
+    was = dict(zip(before["blocks"], before["checksums"], strict=True))
+    same = [
+        was[block] == now for block, now in zip(after["blocks"], after["checksums"], strict=True)
+    ]
+    assert same[:-1] == [True] * 2 + [False] * (len(same) - 3)
+
+
+def test_learned_refuses_to_move_and_says_why(panel):
+    page = panel("cache", "learned")
+    press(page, "cache-keep", "cache-evict_renumber", "cache-do")
+    reason = "the position is part of every stored key and value"
+    page.wait_for_selector("#panel-cache .told:not(:empty)")
+    assert page.text_content("#panel-cache .told") == f"Impossible: {reason}."
+    assert reason in page.text_content("tr.own .verdict")
+
+
+def test_scores_are_split_as_the_api_says(panel, family):
+    for encoding in ("rope", "t5"):
+        page = panel("position", encoding)
+        page.click('[data-act="position-token-8"]')
+        page.wait_for_selector('.word.query[data-index="8"]')
+        page.hover('[data-act="position-token-3"]')
+        curve = page.wait_for_selector(".chart[data-at]")
+        text = page.input_value('[data-act="position-text"]')
+        body = {"model": f"ropewalk-{encoding}", "input": text, "query": 8}
+        told = httpx.post(f"{family}/v1/positions/explain", json=body).json()
+        shown = page.eval_on_selector_all(
+            "tr[data-head] [data-number]", "nodes => nodes.map(node => node.textContent)"
+        )
+        numbers = [float(each.replace("−", "-").removesuffix(" %")) for each in shown]
+        expected = [
+            [head[name][3] for name in ("content", "position", "scores")] for head in told["heads"]
+        ]
+        for row, head in enumerate(expected):
+            assert numbers[4 * row : 4 * row + 3] == [round(each, 2) for each in head]
+        assert abs(float(curve.get_attribute("data-at")) - expected[0][1]) < 1e-3
