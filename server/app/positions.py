@@ -8,7 +8,7 @@ from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.inspect.appended import Appended, TooMuch, append, arms_for
 from ropewalk.model.inspect.audit import AuditStep, entries
 from ropewalk.model.inspect.scores import Explanation, Pair, explain, layers_of
-from ropewalk.model.loading.checkpoints import InUse
+from ropewalk.model.loading.checkpoints import InUse, files_of
 from ropewalk.server.errors import InvalidField, PromptTooLong, UnsupportedField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.long_work import json_bytes
@@ -55,6 +55,12 @@ def explained(body: ExplainBody, served: Served) -> bytes:
 def _in_use(served: Served) -> InUse:
     if served.in_use is None:
         raise UnsupportedField(f"{served.name} cannot be explained; name another model", "model")
+    if files_of(served.in_use.checkpoint.path) != served.in_use.files:
+        raise UnsupportedField(
+            f"the files of {served.name} have changed since it was loaded, so that what they hold "
+            "may not be what is served; an operator has to load it again",
+            "model",
+        )
     return served.in_use
 
 

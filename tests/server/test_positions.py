@@ -1,5 +1,6 @@
 """POST /v1/positions/explain over HTTP. That scores are right: tests/model/test_scores.py."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -137,6 +138,19 @@ def test_appending_is_audited(app) -> None:
         assert error["param"] == param, error
         assert "os:system" not in error["message"]
     assert error_of(ask(app, "GET", f"{path}?model=both"), 400)["param"] == "model"
+
+
+def test_files_that_changed_are_not_what_is_served(app, tmp_path) -> None:
+    (served,) = [each for each in app.state.models if each.name == "both"]
+    body = {"model": "both", "input": "a"}
+    file = served.in_use.checkpoint.path / "model.safetensors"
+    data, before = file.read_bytes(), file.stat()
+    assert ask(app, "POST", PATH, json=body).status_code == 200
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert "changed" in error_of(ask(app, "POST", PATH, json=body), 400)["message"]
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert ask(app, "POST", PATH, json=body).status_code == 200
 
 
 def test_a_model_without_files_is_not_explained() -> None:
