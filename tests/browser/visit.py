@@ -13,10 +13,10 @@ from tests.browser.real import chromium, serving, standalone
 
 FOLDER = Path(__file__).parents[2] / "docs" / "explorer"
 SIZE = {"width": 960, "height": 1080}  # pixels, of the page
-SHOWN = (720, 810)  # and of the picture
-FRAME_MS = 250  # at least, between two frames
+SHOWN = (640, 720)  # and of the picture
+FRAME_MS = 350  # at least, between two frames
 LONGEST_MS = 1500  # that a frame of the picture is shown
-QUALITY = 40  # of WebP, 0 to 100
+QUALITY = 32  # of WebP, 0 to 100
 MODEL = "ropewalk-rope"
 
 
