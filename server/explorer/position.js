@@ -7,6 +7,8 @@
   const TEXT = "The king went down to the river, and the old king said unto the people of the river";
   const NAMES = { score: "score", content: "content", position: "position", weights: "attention" };
 
+  const percent = (share) => (share > 0 && share < 1e-4 ? "below 0.01 %" : format.percent(share));
+
   // kind of an encoding: what is seen here, and what appending and moving do to the stored key.
   const KINDS = {
     rotation: {
@@ -23,8 +25,8 @@
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
     embedding: {
-      seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. From there on it is mixed " +
-        "into queries, keys and values, so a score cannot be split into a content and a position part.",
+      seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. In layer 0 one can still " +
+        "tell what these vectors make of a score; from there on they are mixed into every query, key and value.",
       append: "Earlier tokens keep their positions, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position, but the old one is mixed into the stored key and value and cannot be taken out. Moving is impossible: they must be computed again.",
     },
@@ -132,7 +134,7 @@
       const role = i === query ? "query" : i === key ? "key" : i > query ? "unseen" : "";
       return element("button", {
         type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
-        "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${format.percent(weights[i])} of the query's attention`}`,
+        "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${percent(weights[i])} of the query's attention`}`,
         style: { "--share": i <= query ? weights[i] / most : 0 },
         pointerenter: () => i < query && i !== key && choose(i), click: () => ask(i),
       }, visible(text), role === "query" || role === "key" ? element("small", {}, role) : null);
@@ -150,7 +152,7 @@
 
   // The two tokens in every head.
   function headTable({ heads, key, head, pick }) {
-    const number = (each, name) => (each[name] ? (name === "weights" ? format.percent(each[name][key]) : minus(each[name][key])) : "–");
+    const number = (each, name) => (each[name] ? (name === "weights" ? percent(each[name][key]) : minus(each[name][key])) : "–");
     const columns = ["content", "position", "scores", "weights"];
     return element("table", { class: "numbers" },
       element("caption", {}, "These two tokens, in every head"),
@@ -219,11 +221,12 @@
       }
 
       const sentence = ({ found, query, key, head }) => {
-        const { content, position, scores, weights } = found.heads[head];
+        const { content, position, scores, weights, terms } = found.heads[head];
         const word = (i) => `“${visible(found.tokens[i].text).replace(/^·/, "")}”`;
         const split = position ? ` = content ${minus(content[key])} ${position[key] < 0 ? "−" : "+"} position ${Math.abs(position[key]).toFixed(2)}` : "";
+        const whose = terms ? ` Of the position's part, ${minus(terms.query[key])} comes of the query's vector, ${minus(terms.key[key])} of the key's, ${minus(terms.both[key])} of both together.` : "";
         return `Query ${word(query)} at position ${query}, key ${word(key)} at ${key}, ${many(query - key, "token")} back: in head ${found.heads[head].head}, ` +
-          `score ${minus(scores[key])}${split}, ${format.percent(weights[key])} of the attention.`;
+          `score ${minus(scores[key])}${split}, ${percent(weights[key])} of the attention.${whose}`;
       };
 
       // Where the two tokens are now, and whether somebody has tried what would happen.

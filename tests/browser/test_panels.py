@@ -120,12 +120,13 @@ def test_scores_are_split_as_the_api_says(panel, family):
         body = {"model": f"ropewalk-{encoding}", "input": text, "query": 8}
         told = httpx.post(f"{family}/v1/positions/explain", json=body).json()
         shown = page.eval_on_selector_all(
-            "tr[data-head] [data-number]", "nodes => nodes.map(node => node.textContent)"
+            "tr[data-head] [data-number]:not([data-number=weights])",
+            "nodes => nodes.map(node => node.textContent)",
         )
-        numbers = [float(each.replace("−", "-").removesuffix(" %")) for each in shown]
+        numbers = [float(each.replace("−", "-")) for each in shown]
         expected = [
             [head[name][3] for name in ("content", "position", "scores")] for head in told["heads"]
         ]
         for row, head in enumerate(expected):
-            assert numbers[4 * row : 4 * row + 3] == [round(each, 2) for each in head]
+            assert numbers[3 * row : 3 * row + 3] == [round(each, 2) for each in head]
         assert abs(float(curve.get_attribute("data-at")) - expected[0][1]) < 1e-3
