@@ -346,7 +346,6 @@
           if (!step) return;
           event.preventDefault();
           at((lit[0] ?? 0) + step);
-          pool.firstChild.focus();
         });
         return drawing;
       });
@@ -452,7 +451,7 @@
         const name = nameOf(chosen.id);
         const what = { append: `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
           `Selected: ${many(count / size(), "block")}, tokens ${first} to ${first + count - 1} of ${name}. Press two blocks to select another span.`;
-        fill(actions,
+        refill(actions,
           element("h2", {}, "What would it cost to …"),
           chooser({ operation, pick: (name) => { operation = name; reset(); page.attempt(predict); } }),
           element("p", { class: "why" }, does, " ", why, element("span", { class: "note" }, ` ${what}`)),

@@ -239,7 +239,7 @@
         const bias = found.bias ? nearby(found.bias, far) : turned;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
         const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
-        fill(body,
+        refill(body,
           strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown)),
