@@ -8,12 +8,11 @@ it takes for them, and for writing what they found, to cost next to nothing.
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from functools import cached_property
 from json import dumps
 from logging import getLogger
-from typing import TypeVar
 
 import numpy as np
 from fastapi import Request, Response
@@ -30,7 +29,7 @@ from ropewalk.server.app.cache import (
     shared,
 )
 from ropewalk.server.app.openai import EngineResponse, Serving
-from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView
+from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.errors import InternalError, ModelNotLoaded, QueueFull, ServeError
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
@@ -39,13 +38,13 @@ from ropewalk.server.long_work import off_loop
 
 MOST_LISTENERS = 32  # to all models
 LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+MOST_WRITE_S = 0.0005
 SHARE = 0.005  # of the time that looking, comparing and writing may take
 NEAR = 8  # unchanged blocks between two runs that are cheaper to send than to leave out
 MANY = 8192  # blocks in tables, which take some milliseconds to write
 
 log = getLogger(__name__)
-
-T = TypeVar("T", bound=RequestView | KeptView)
+_NEW = object()  # equals no field's value
 
 
 async def cache_stream(
@@ -113,7 +112,8 @@ class CacheStream(EngineResponse):
                 async for event in events:
                     began = time.thread_time()
                     await out.write(event)
-                    watch.spent += time.thread_time() - began
+                    # One that had to wait for its client met others' work meanwhile.
+                    watch.spent += min(time.thread_time() - began, MOST_WRITE_S)
         finally:
             watch.listeners -= 1
             if not watch.listeners:
@@ -138,6 +138,10 @@ class Look:
     ) -> None:
         self.view, self.at = view, time.time()
         self.pool = states(view.pool)
+        self.sequences = {
+            "request": {each.id: described_request(each) for each in view.running},
+            "kept": {each.id: described_kept(each) for each in view.kept},
+        }
         self.number: int = 1 if before is None else before.number
         self.delta: bytes | None = None
         self._entry = entry
@@ -250,30 +254,28 @@ def changes(before: Look, after: Look) -> Iterator[tuple[str, object]]:
             yield name, value
     if old.shared != new.shared:
         yield "shared", shared(new)
-    sequences, order = _changed("request", old.running, new.running, described_request)
-    of_kept = _changed("kept", old.kept, new.kept, described_kept)
-    if sequences or of_kept[0]:
-        yield "sequences", sequences | of_kept[0]
-    if order or of_kept[1]:
-        yield "order", order | of_kept[1]
-
-
-def _changed(
-    kind: str, before: Sequence[T], after: Sequence[T], described: Callable[[T], dict[str, object]]
-) -> tuple[dict[str, object], dict[str, list[str]]]:
-    """Fields that changed, by id; and the ids in order where that is not what follows from them."""
-    were = {view.id: view for view in before}
-    are = {view.id: view for view in after}
-    found: dict[str, object] = {name: None for name in were if name not in are}
-    for name, view in are.items():
-        old = were.get(name)
-        if old != view:
-            known = {} if old is None else described(old)
-            fields = described(view).items()
-            new = {field: value for field, value in fields if old is None or known[field] != value}
-            found[name] = {"kind": kind, **new}
-    follows = [name for name in were if name in are] + [name for name in are if name not in were]
-    return found, {} if follows == [*are] else {kind: [*are]}
+    sequences: dict[str, object] = {}
+    order: dict[str, list[str]] = {}
+    for kind, are in after.sequences.items():
+        were = before.sequences[kind]
+        sequences |= {name: None for name in were if name not in are}
+        for name, fields in are.items():
+            known = were.get(name, {})
+            changed = {
+                field: value for field, value in fields.items() if known.get(field, _NEW) != value
+            }
+            if changed:
+                sequences[name] = {"kind": kind, **changed}
+        follows = [
+            *(name for name in were if name in are),
+            *(name for name in are if name not in were),
+        ]
+        if follows != [*are]:  # of requests, where one made room and came back between two looks
+            order[kind] = [*are]
+    if sequences:
+        yield "sequences", sequences
+    if order:
+        yield "order", order
 
 
 def _runs(before: NDArray[np.uint8], after: NDArray[np.uint8]) -> list[tuple[int, str]]:
