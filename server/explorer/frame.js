@@ -83,6 +83,7 @@ function switchPanels(page) {
     if (current) {
       mounted.get(current.id).hidden = true;
       current.hidden?.();
+      page.say("");
     }
     current = panel;
     for (const tab of tabs.children) {

@@ -15,6 +15,7 @@ panels.push({
 const RACE_LANES = 6; // a browser opens no more connections to a server
 const RACE_BEFORE = 24; // tokens that "Go past" writes before the limit
 const RACE_AFTER = 96; // and after it
+const RACE_READ = 200; // tokens past the limit that are read to see whether a model breaks
 const RACE_HOLDS = 0.15; // nats per token: a smaller rise in surprise is not called breaking
 const RACE_LONGEST = 2048; // tokens of context that a try from a page fills
 const RACE_METRICS = ["kv_rewritten_entries_total", "extrapolated_tokens_total", "context_shift_tokens_total"];
@@ -99,7 +100,7 @@ class Lane {
     const model = this.model.id;
     if (this.past) {
       if (this.limit > RACE_LONGEST) return this.skip("not tried", `Not tried: filling its ${format.count(this.limit)} tokens would take too long for a look. A smaller --max-model-len shows it.`);
-      this.known = await tokensOf(api, model, this.limit + RACE_AFTER, signal);
+      this.known = await tokensOf(api, model, this.limit + RACE_READ, signal);
       this.ids = this.known.slice(0, this.limit - RACE_BEFORE);
       this.tokens = RACE_BEFORE + RACE_AFTER;
     } else {
@@ -128,7 +129,7 @@ class Lane {
         if (this.count === 1) this.rows.first.set(first - began, format.seconds((first - began) / 1000));
         else if (token.at > first) this.rows.pace.set((1000 * (this.count - 1)) / (token.at - first), `${format.number((1000 * (this.count - 1)) / (token.at - first))} /s`);
       }
-      if (this.past && this.model.max_model_len > this.limit + RACE_AFTER) await this.read(api, signal);
+      if (this.past && this.model.max_model_len > this.known.length) await this.read(api, signal);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
       this.refused = error.message;
@@ -147,11 +148,15 @@ class Lane {
     this.text.scrollTop = this.text.scrollHeight;
   }
 
-  // How surprising a known text is to the model, before and after the limit.
+  // How surprising the same words are: at the end of as many tokens as were trained, and where the
+  // text before them is longer, so that they lie past the trained length.
   async read(api, signal) {
-    const found = await api.post("v1/completions", { model: this.model.id, prompt: this.known, max_tokens: 0, echo: true, logprobs: 0 }, { signal });
-    const scores = found.choices[0].logprobs.token_logprobs.map((each) => -each);
-    this.text_surprise = [mean(scores.slice(this.limit - RACE_AFTER, this.limit)), mean(scores.slice(this.limit))];
+    const within = [this.known[0], ...this.known.slice(this.known.length - this.limit + 1)];
+    this.surprise = [];
+    for (const prompt of [within, this.known]) {
+      const found = await api.post("v1/completions", { model: this.model.id, prompt, max_tokens: 0, echo: true, logprobs: 0 }, { signal });
+      this.surprise.push(-mean(found.choices[0].logprobs.token_logprobs.slice(-RACE_READ)));
+    }
   }
 
   skip(state, why) {
@@ -175,21 +180,21 @@ class Lane {
   }
 
   get breaks() {
-    return this.text_surprise !== undefined && this.text_surprise[1] - this.text_surprise[0] > RACE_HOLDS;
+    return this.surprise !== undefined && this.surprise[1] - this.surprise[0] > RACE_HOLDS;
   }
 
   verdict() {
     if (!this.past) return "";
-    if (this.text_surprise !== undefined) return this.breaks ? "breaks" : "holds";
+    if (this.surprise !== undefined) return this.breaks ? "breaks" : "holds";
     return this.rewritten ? "goes on, keys turned" : "goes on, nothing moved";
   }
 
   findings() {
     const parts = [];
     if (this.dropped) parts.push(figure(`${format.count(this.dropped)} tokens`, "/metrics: ropewalk_context_shift_tokens_total, fate dropped"), " were dropped and the rest renumbered. ");
-    if (this.text_surprise !== undefined) {
-      parts.push("Surprise at a known text: ", figure(`${format.number(this.text_surprise[0])} → ${format.number(this.text_surprise[1])} nats per token`,
-        `/v1/completions with echo: minus the mean of logprobs.token_logprobs, over ${RACE_AFTER} tokens before and after the limit; a rise above ${RACE_HOLDS} is called breaking`), ". ");
+    if (this.surprise !== undefined) {
+      parts.push(`Surprise at ${RACE_READ} known tokens, within the trained length and past it: `, figure(`${this.surprise.map((each) => each.toFixed(2)).join(" → ")} nats per token`,
+        `/v1/completions with echo: minus the mean of logprobs.token_logprobs of the same tokens, after fewer and after more tokens of the same text; a rise above ${RACE_HOLDS} is called breaking`), ".");
     }
     return parts;
   }
@@ -241,7 +246,7 @@ function pastVerdict(lanes) {
   const turned = rest.filter(({ rewritten }) => rewritten > 0);
   const shifted = rest.filter(({ dropped, rewritten }) => dropped > 0 && rewritten === 0);
   const broken = rest.filter(({ breaks }) => breaks);
-  const held = rest.filter((lane) => lane.text_surprise !== undefined && !lane.breaks);
+  const held = rest.filter((lane) => lane.surprise !== undefined && !lane.breaks);
   const parts = [];
   if (turned.length) parts.push(`${listed(turned)}: the context was full, and to renumber the rest every stored key was turned.`);
   if (shifted.length) parts.push(`${listed(shifted)}: renumbered too, but no key was touched, since none holds its position.`);
