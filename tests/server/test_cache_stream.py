@@ -124,7 +124,8 @@ def listening(url):
         wait_for(lambda: mirror.entry)
         yield mirror
         # Closing alone does not end a read in another thread.
-        response.extensions["network_stream"].get_extra_info("socket").shutdown(SHUT_RDWR)
+        with suppress(OSError):  # the server has closed it
+            response.extensions["network_stream"].get_extra_info("socket").shutdown(SHUT_RDWR)
         thread.join(10)
 
 
