@@ -753,7 +753,8 @@ def test_head_is_get_without_a_body():
     for path in paths:
         path = path.replace("{name}", "toy")
         got, head = ask(app, "GET", path), ask(app, "HEAD", path)
-        assert (head.status_code, head.content) == (200, b""), path
+        explains = path != "/v1/positions/audit"  # of the toy, nothing can be audited
+        assert (head.status_code, head.content) == (200 if explains else 400, b""), path
         assert head.headers.keys() == got.headers.keys()
         if path != "/metrics":  # whose numbers have changed between the two
             assert int(head.headers["content-length"]) == len(got.content)

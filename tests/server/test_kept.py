@@ -1,5 +1,6 @@
 """Kept sequences: what their routes answer, under every encoding, and what they leave alone."""
 
+import json
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.kept import EXPIRES_S, MOST, Asked
 from tests.command_line import configured
 from tests.server.fake_engine import counting, make_engine, make_request
-from tests.server.toy import running
+from tests.server.toy import TEMPLATE, running
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,7 +78,7 @@ class Server:
         body = {
             "prompt": prompt,
             "temperature": 0,
-            "max_tokens": 24,
+            "max_tokens": 8,
             "ignore_eos": True,
             "add_special_tokens": False,
         }
@@ -148,8 +149,10 @@ def empty_afterwards(request):
 
 
 @pytest.fixture(scope="module")
-def rope(kernels):
-    with serving(load("rope")) as server:
+def rope(kernels, tmp_path_factory):
+    template = tmp_path_factory.mktemp("chat") / "template"
+    template.write_text(TEMPLATE)
+    with serving(load("rope", "--chat-template", str(template))) as server:
         yield server
 
 
@@ -225,7 +228,7 @@ def test_a_fork_answers_like_the_whole_prompt(server):
 
 def test_an_answer_is_kept_and_continued_from_any_token(server):
     prompt = text(21, 6)
-    expected = server.complete(prompt).tokens
+    expected = server.complete(prompt, max_tokens=24).tokens
     first = server.complete(prompt, max_tokens=12, keep=True)
     kept = {"id": first.sequence}
     seen = server.get(kept)
@@ -407,6 +410,25 @@ def test_refused_completions(rope, body, param):
     assert rope.complete(**body)["param"] == param
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_stream_ends_with_the_id_of_what_is_kept(rope, path):
+    asked = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = asked | {"max_tokens": 3, "keep": True, "stream": True, "ignore_eos": True}
+    lines = rope.client.post(f"/v1/{path}", json=body).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    (named,) = (chunk for chunk in chunks if "sequence" in chunk)
+    assert named["choices"][0]["finish_reason"] == "length"
+    (kept,) = rope.sent("GET", PATH)["data"]
+    assert kept["id"] == named["sequence"]
+    whole = rope.sent("POST", f"/v1/{path}", body | {"stream": False})
+    assert rope.get({"id": whole["sequence"]})["tokens"] == whole["usage"]["total_tokens"]
+
+
+def test_an_answer_that_a_stop_string_ends_is_kept(rope):
+    answer = rope.complete("The", max_tokens=40, add_special_tokens=True, keep=True, stop=[" "])
+    assert rope.get({"id": answer.sequence})["tokens"] >= answer.prompt
+
+
 def test_only_so_many_are_kept(rope):
     ids = [rope.keep(text(5, seed))["id"] for seed in range(MOST)]
     rope.get({"id": ids[0]})
@@ -556,3 +578,22 @@ def test_an_altered_sequence_is_found_by_nobody_who_sends_its_tokens():
     engine.submit(whole)
     until_idle(engine)
     assert whole.cached == 4, "what comes before the gap is as it was"
+
+
+def test_who_waits_gets_the_tokens_that_were_there_when_it_came():
+    """The sequence has changed before the request's turn: its tokens are computed anew."""
+    engine, manager = make_engine(hidden, **TINY | {"max_seqs": 1})
+    kept = kept_ones(engine, 20)
+    engine.submit(counted("first", 5, max_tokens=3))
+    engine.step()
+    origin = kept.get("seq-0", "")
+    engine.submit(counted("second", 3, origin=origin, max_tokens=9))
+    engine.kept.apply("seq-0", "", Asked(Op.EVICT_RENUMBER, first=4, count=8))
+    while "second" not in manager.sequences:
+        engine.step()
+    (request,) = engine._scheduler.running
+    assert request.cached == 20 - 20 % 4, "its prefix is still published"
+    blocks = torch.tensor(manager.table("second").blocks)
+    stored = engine._kv.layer(0).keys[blocks][..., 0, 0].flatten()[: manager.computed("second")]
+    assert stored.tolist() == request.tokens[: manager.computed("second")]
+    until_idle(engine)

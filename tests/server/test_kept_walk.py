@@ -210,3 +210,30 @@ TestKept.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+def test_half_of_an_altered_sequence_is_not_gone_on_with():
+    """What is left of it was computed among other tokens than those that would be computed anew."""
+    world = KeptWorld(9, 2, Limits(2, 12, 24, 8), spill=(20, 9))
+
+    def run(prompt, tokens, **more):
+        request = world.add(prompt, SamplingParams(max_tokens=tokens), **more)
+        world.step()
+        return request
+
+    run([0, 1, 1, 0], 1, keep="seq-a", pooling=Pooling.LAST)
+    world.check()
+    world.operate(world.kept.get("seq-a", ""), Asked(Op.EVICT_RENUMBER, first=0, count=2))
+    kept = world.kept.to_continue("seq-a", "")
+    request = run([*kept.tokens, 1, 0, 1], 9, origin=kept)
+    assert "/" not in world.contents[request.id][0][0] and request.computed == 5
+    world.scheduler._preempt_newest()
+    world.kept.drop("seq-a")
+    world.cache.save_ahead()
+    (parked,) = world.cache._parked.values()
+    for entry in parked.contents[1:]:
+        world.cache._keeper._lose(entry)
+    world.step()
+    world.check()
+    assert request.id not in world.shifted
+    world.drain()
