@@ -130,8 +130,9 @@ def draw_scores(axes: Axes, found: dict[str, Any], head: int) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def draw_position(axes: Axes, found: dict[str, Any]) -> None:
-    """Biases by distance; or of a rotation, the score of two tokens as they are moved apart."""
+def draw_position(axes: Axes, found: dict[str, Any], head_shown: int) -> None:
+    """Biases by distance; or of a rotation, the score of two tokens as they are moved apart; or of
+    vectors that are added to embeddings, whose vector adds what."""
     heads = range(len(found["heads"]))
     styles = ["-", "--", ":", "-."]
     if found["bias"]:
@@ -154,14 +155,20 @@ def draw_position(axes: Axes, found: dict[str, Any]) -> None:
             axes.plot(distances, moved, styles[head % len(styles)], lw=1, label=head)
             at = found["query"] - found["key"]
             axes.plot([at], [found["heads"][head]["scores"][found["key"]]], "o", color="#1b1d21")
-        title = "The last token and the first word, were they so far apart"
+        title = f"The last token and number {found['key']}, were they so far apart"
         axes.set(title=title, xlabel="distance", ylabel="score")
+    elif found["heads"][head_shown]["terms"]:
+        for index, (whose, row) in enumerate(found["heads"][head_shown]["terms"].items()):
+            places = [place + 0.25 * (index - 1) for place in range(len(row))]
+            axes.bar(places, row, 0.25, label=whose, hatch=("", "//", "..")[index], ec="#ffffff")
+        axes.set(title="What positions add, by whose it is", xlabel="token", ylabel="of the score")
     else:
         axes.axis("off")
         reason = found["split"]["reason"] or "Attention in this layer knows no positions."
         axes.text(0, 0.5, reason, wrap=True, va="center")
         return
-    axes.legend(title="head", frameon=False, fontsize=8, ncols=4)
+    title = "whose position" if found["heads"][head_shown]["terms"] else "head"
+    axes.legend(title=title, frameon=False, fontsize=8, ncols=4)
 
 
 def main() -> None:
@@ -181,7 +188,7 @@ def main() -> None:
     blocks, scores, position = figure.subplots(3, 1)
     draw_cache(blocks, history)
     draw_scores(scores, found, given.head)
-    draw_position(position, found)
+    draw_position(position, found, given.head)
     figure.savefig(given.out, dpi=120)
     print(given.out)
 

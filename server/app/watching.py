@@ -105,7 +105,9 @@ class CacheStream(EngineResponse):
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
     ) -> None:
         watches, model = self._watches, self._model
-        watch = watches.get(model) or watches.setdefault(model, self._begin())
+        watch = watches.get(model)
+        if watch is None or watch.failure is not None:  # which some may still have to be told of
+            watch = watches[model] = self._begin()
         watch.listeners += 1
         try:
             async with aclosing(watch.events()) as events:
@@ -118,7 +120,8 @@ class CacheStream(EngineResponse):
             watch.listeners -= 1
             if not watch.listeners:
                 watch.close()
-                del watches[model]
+                if watches.get(model) is watch:
+                    del watches[model]
 
     def _left(self) -> None:
         """As every listener does."""
@@ -176,12 +179,12 @@ class Watch:
     ) -> None:
         """entry: of /v1/cache. Raises ServeError where there is none any more."""
         self.listeners = 0
+        self.failure: ServeError | None = None  # why nothing more comes
         self.spent = 0.0  # seconds of the event loop, since the last look
         self._look = look
         self._entry = entry
         self._drain = drain
         self._latest: Look | None = None
-        self._failure: ServeError | None = None
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -196,8 +199,8 @@ class Watch:
         seen = 0
         while True:
             while (latest := self._latest) is None or latest.number == seen:
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
                 await self._changed.wait()
             if latest.number == seen + 1 and latest.delta is not None and seen:
                 event = latest.delta
@@ -219,12 +222,12 @@ class Watch:
                 pause = (view.seconds + self.spent) / SHARE
                 self.spent = 0.0
                 await asyncio.sleep(min(max(pause, LEAST_PAUSE_S), LONGEST_PAUSE_S))
-            self._failure = self._drain.refusal()
+            self.failure = self._drain.refusal()
         except ServeError as error:
-            self._failure = error
+            self.failure = error
         except Exception:  # those who listen must not wait for ever
             log.exception("a cache cannot be watched any more")
-            self._failure = InternalError("the server failed on this request; see its log")
+            self.failure = InternalError("the server failed on this request; see its log")
         self._tell()
 
     def _tell(self) -> None:

@@ -40,7 +40,7 @@ def record(browser: Browser, address: str) -> str:
         press(page, "talk-go", "talk-cell-1-24", "talk-take-1", "tab-race", "race-past")
         press(page, "tab-proof", "proof-1", "proof-2", "proof-3", "proof-move")
         press(page, "tab-cache", "cache-keep", "cache-evict_renumber", "cache-do", "cache-all")
-        press(page, "tab-position", "position-move")
+        press(page, "tab-position", "position-move", "position-move", "position-move")
         with page.expect_download() as saved:
             page.click("text=Save the visit")
         return saved.value.path().read_text()
