@@ -2,15 +2,18 @@
 
 python -m ropewalk.load_tests.micro.watching_cost [MODEL] [--rounds N] [--seconds S] [--watchers N]
 
-One server of its own answers 32 clients without a pause. In every round its throughput is read
-twice from its own counter, once while five clients listen to /v1/cache/stream and once while none
-does, in an order that changes. Clients and server share the machine, so what reading the streams
-takes counts too. The ratio of each round says what watching costs; asked for is less than 1 %.
+A server of its own answers 32 clients without a pause. In every round its throughput is read twice
+from its own counter, once while five clients listen to /v1/cache/stream and once while none does,
+in an order that changes. So is the processor time that the server takes for each token, which other
+programs change less; with one thread that computes, none of it is spent waiting. Clients and server
+share the machine, so what reading the streams takes counts in the throughput. The ratios of the
+rounds say what watching costs; asked for is less than 1 % of throughput.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import random
 import re
 import sys
@@ -18,13 +21,14 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from ropewalk.load_tests.client.client import DIALECTS, Server, fetch
-from ropewalk.load_tests.client.process import HOST, free_port, start
+from ropewalk.load_tests.client.process import HOST, ServerProcess, free_port, start
 from ropewalk.report.statistics import median_of
 
 _GENERATED = re.compile(rb"^ropewalk_generated_tokens_total\{.*\} (\S+)$", re.MULTILINE)
-SETTLING_S = 0.5
+WARM_S, SETTLING_S = 10.0, 0.5  # prompts, and what begins slowly
 
 
 async def read_on(server: Server, head: str, body: bytes = b"") -> int:
@@ -69,45 +73,58 @@ async def generated(server: Server) -> float:
     return float(found[1])
 
 
-async def throughput(server: Server, seconds: float, watchers: int) -> float:
-    """Tokens per second while so many watch."""
+class Rate(NamedTuple):
+    tokens: float  # per second
+    busy: float  # seconds of processors per token
+
+
+def processor_s(process: ServerProcess) -> float:
+    """What all its threads have taken so far."""
+    fields = Path(f"/proc/{process.popen.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def rate(server: Server, process: ServerProcess, seconds: float, watchers: int) -> Rate:
+    """While so many watch."""
     loop = asyncio.get_running_loop()
     watching = [
         asyncio.ensure_future(read_on(server, "GET /v1/cache/stream")) for _ in range(watchers)
     ]
     async with beside(*watching):
         await asyncio.sleep(SETTLING_S)
-        before, began = await generated(server), loop.time()
+        before, busy, began = await generated(server), processor_s(process), loop.time()
         await asyncio.sleep(seconds)
-        return (await generated(server) - before) / (loop.time() - began)
+        tokens, taken = await generated(server) - before, loop.time() - began
+        return Rate(tokens / taken, (processor_s(process) - busy) / tokens)
 
 
 async def compare(
-    server: Server, rounds: int, seconds: float, watchers: int, clients: int, tokens: int
-) -> list[tuple[float, float]]:
-    """Throughput without and with watchers, of each round."""
-    works = [asyncio.ensure_future(answered(server, number, tokens)) for number in range(clients)]
+    server: Server, process: ServerProcess, args: argparse.Namespace
+) -> list[tuple[Rate, Rate]]:
+    """Without and with watchers, of each round."""
+    works = [
+        asyncio.ensure_future(answered(server, number, args.tokens))
+        for number in range(args.clients)
+    ]
     found = []
     async with beside(*works):
-        await asyncio.sleep(5)  # prompts, and what begins slowly
-        for number in range(rounds):
-            order = (0, watchers) if number % 2 else (watchers, 0)
-            taken = {count: await throughput(server, seconds, count) for count in order}
-            found.append((taken[0], taken[watchers]))
+        await asyncio.sleep(WARM_S)
+        for number in range(args.rounds):
+            order = (0, args.watchers) if number % 2 else (args.watchers, 0)
+            taken = {count: await rate(server, process, args.seconds, count) for count in order}
+            found.append((taken[0], taken[args.watchers]))
     return found
 
 
-async def measured(args: argparse.Namespace) -> Sequence[tuple[float, float]]:
+async def measured(args: argparse.Namespace) -> Sequence[tuple[Rate, Rate]]:
     server = Server(HOST, free_port(), DIALECTS["openai"])
     words = [sys.executable, "-m", "ropewalk", "serve", args.model, "--port", str(server.port)]
-    words += ["--max-seqs", str(args.clients), "--no-access-log"]
+    words += ["--max-seqs", str(args.clients), "--threads", str(args.threads), "--no-access-log"]
     with tempfile.TemporaryDirectory() as folder:
         process = start("the server", words, Path(folder) / "log")
         try:
             await process.answers(server)
-            return await compare(
-                server, args.rounds, args.seconds, args.watchers, args.clients, args.tokens
-            )
+            return await compare(server, process, args)
         finally:
             process.stop()
 
@@ -119,15 +136,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--watchers", type=int, default=5)
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--tokens", type=int, default=1024, help="of each answer")
+    parser.add_argument("--threads", type=int, default=1, help="that compute")
     args = parser.parse_args()
     found = asyncio.run(measured(args))
-    more = median_of([watched / alone - 1 for alone, watched in found])
-    alone = median_of([alone for alone, _ in found])
+    more = median_of([watched.tokens / alone.tokens - 1 for alone, watched in found])
+    busy = median_of([watched.busy / alone.busy - 1 for alone, watched in found])
+    alone = median_of([alone.tokens for alone, _ in found])
     print(
         f"{args.clients} clients, {args.watchers} watchers, {args.rounds} rounds: "
         f"{alone.value:.0f} tokens per second; watched {more.value:+.2%} "
-        f"({more.low:+.2%} to {more.high:+.2%})"
+        f"({more.low:+.2%} to {more.high:+.2%}), and processor time per token {busy.value:+.2%} "
+        f"({busy.low:+.2%} to {busy.high:+.2%})"
     )
 
 

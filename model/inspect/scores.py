@@ -27,9 +27,26 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.explain.rotating import find_pair_rotation
-from ropewalk.model.layers.executor import Pass, TorchExecutor, in_heads, rotated, spec_of
+from ropewalk.model.layers.executor import (
+    Pass,
+    TorchExecutor,
+    in_heads,
+    linear,
+    rotated,
+    spec_of,
+)
 from ropewalk.model.loading.checkpoints import InUse, load_encoding, read_parameter
-from ropewalk.model.program import Attend, Linear, Op, Program, Rotate
+from ropewalk.model.program import (
+    Attend,
+    Clip,
+    Linear,
+    Norm,
+    Op,
+    Place,
+    Program,
+    Rotate,
+    Scale,
+)
 from ropewalk.model.weights.quantize import Weight, round_matrices
 
 CPU = torch.device("cpu")
@@ -38,8 +55,10 @@ Kind = Literal["rotation", "bias", "embedding", "several", "none"]
 
 WITHIN = (
     "the position is part of every token's vector before layer 0, and what the layers made of it "
-    "since cannot be told apart from the content"
+    "since cannot be told apart from the content; in layer 0 it can"
 )
+CLAMPED = "queries or keys are clamped in this model, and a sum that is clamped has no parts"
+SEVERAL = "the encoding acts in several places at once, whose effects are not independent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +79,9 @@ class Pair:
 class Explanation:
     """Tensors are float32, [heads, keys]. content + position = scores, up to rounding.
 
-    content: the score if query and key were at the same position. Both are None where nothing
-    can be split, and `why_not` says why.
+    content: the score if query and key were at the same position; in layer 0 of a model that adds
+    positions to embeddings, what the embeddings alone make of it, and `terms` is what the position
+    is the sum of. They are None where nothing can be split, and `why_not` says why.
     """
 
     encoding: str
@@ -74,6 +94,7 @@ class Explanation:
     weights: Tensor
     content: Tensor | None
     position: Tensor | None
+    terms: Mapping[str, Tensor] | None
     why_not: str | None
     pairs: tuple[Pair, ...]
     still: Tensor | None  # [heads]: what coordinates that do not rotate add for the chosen key
@@ -163,6 +184,13 @@ class Looked:
         self._blocks, self._served = len(table.blocks), served
         executor = TorchExecutor(program, ReferenceAttention)
         now = Pass(self.batch, self._cache())
+        self.why_not: str | None = None
+        self.placed: tuple[Tensor, Tensor] | None = None
+        if embeds(self.whole):
+            self.why_not = WITHIN if layer else SEVERAL if self.kind == "several" else None
+        if embeds(self.whole) and self.why_not is None:
+            self.placed = _placed(program, ops[:turns], executor, now)
+            self.why_not = CLAMPED if self.placed is None else None
         before = executor.run(ops, range(turns), now, {})
         # Before anything turned them.
         self.q, self.k = (in_heads(before[name], attend.head_dim) for name in ("q", "k"))
@@ -179,8 +207,8 @@ class Looked:
         plain = self.reference.scores(
             self.queries[row], keys, batch.positions[row], positions, batch.offsets, rotation
         )[:, 0]
-        kind = self.kind
-        content, position, why_not = plain, torch.zeros_like(plain), None
+        content, position = plain, torch.zeros_like(plain)
+        terms: Mapping[str, Tensor] | None = None
         turned = rotates(encoding) or rotation is not None
         q, k = self.at_same_position() if turned else (self.queries, keys)
         if turned:
@@ -193,14 +221,18 @@ class Looked:
             added = bias.between(batch.positions[row], positions)[:, 0]
             scores = plain + added
             position = position + added if turned else added
+        if self.placed is not None:
+            terms = self._terms(row, keys)
+            position = torch.stack([*terms.values()]).sum(dim=0)
+            content = plain - position
         hidden = self.reference.hidden(count, count, CPU)[query]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-        split = not embeds(self.whole)
+        split = self.why_not is None
         distances, curve = self._curve(bias, query)
         pairs, still = self._pairs(q[query], None if key is None else k[key], rotation is not None)
         return Explanation(
             encoding=self.config.encoding.name,
-            kind=kind,
+            kind=self.kind,
             window=op.window,
             causal=op.causal,
             kv_heads=op.kv_heads,
@@ -209,7 +241,8 @@ class Looked:
             weights=weights.float(),
             content=content.float() if split else None,
             position=position.float() if split else None,
-            why_not=why_not if split else WITHIN,
+            terms=terms and {name: term.float() for name, term in terms.items()},
+            why_not=self.why_not,
             pairs=pairs,
             still=still,
             distances=distances,
@@ -236,6 +269,19 @@ class Looked:
         kv = self._cache().layer(self.op.layer)  # which may round them
         kv.write(k, self.v, self.batch.slots)
         return q, self.reference.gather(kv, self.batch, 0, len(self.batch.tokens))[0]
+
+    def _terms(self, row: slice, keys: Tensor) -> dict[str, Tensor]:
+        """What positions in queries and keys add to the scores [heads, keys], by whose they are."""
+        assert self.placed is not None
+        wide, repeat = self.reference.dtype, self.op.heads // self.op.kv_heads
+        of_q, of_k = (in_heads(each, self.op.head_dim).to(wide) for each in self.placed)
+        of_q, of_k = of_q[row], of_k.repeat_interleave(repeat, dim=1)
+        q, k = self.queries[row].to(wide) - of_q, keys - of_k
+
+        def scores(q: Tensor, k: Tensor) -> Tensor:
+            return torch.einsum("qhd,khd->hqk", q, k)[:, 0] * self.op.scale
+
+        return {"query": scores(of_q, k), "key": scores(q, of_k), "both": scores(of_q, of_k)}
 
     def _cache(self) -> KVCache:
         served = self._served
@@ -301,6 +347,51 @@ class Looked:
         if found is None:
             return []
         return list(zip(found.pairs, found.speeds.tolist(), strict=True))
+
+
+def _placed(
+    program: Program, ops: Sequence[Op], executor: TorchExecutor, now: Pass
+) -> tuple[Tensor, Tensor] | None:
+    """What of queries and keys the position makes, [T, heads · head_dim] each.
+
+    Norms divide by what they do divide by, so that all up to the scores is a sum. None where
+    something is clamped.
+    """
+    values: dict[str, Tensor] = {}
+    placed: dict[str, Tensor] = {}  # of the values, by name
+    every = program.prompt_ops or program.ops
+    for index, op in enumerate(ops):
+        before = values
+        values = executor.run(every, range(index, index + 1), now, before)
+        reads, writes = op.reads.split(), op.writes.split()
+        if isinstance(op, Place):
+            placed["x"] = values["x"].float() - before["x"].float()
+        elif isinstance(op, Clip):
+            if any((before[name].abs() > op.most).any() for name in reads):
+                return None
+        elif (part := placed.get(op.reads)) is not None:  # of these ops, all read one value
+            match op:
+                case Norm():
+                    made = [_normed(op, program, before[op.reads].float(), part)]
+                case Linear():
+                    weight = program.weights[f"{op.name}.weight"]
+                    wide = weight.float() if isinstance(weight, Tensor) else weight
+                    made = list(torch.split(linear(part, wide, None), list(op.outputs), dim=-1))
+                case Scale():
+                    made = [part * op.factor]
+                case _:
+                    raise TypeError(f"before the first scores is a {type(op).__name__}")
+            placed |= dict(zip(writes, made, strict=True))
+    return placed["q"], placed["k"]
+
+
+def _normed(op: Norm, program: Program, whole: Tensor, part: Tensor) -> Tensor:
+    """Part of the norm of `whole`, without the bias."""
+    whole, part = in_heads(whole, op.width), in_heads(part, op.width)
+    if op.centred:
+        whole, part = (each - each.mean(dim=-1, keepdim=True) for each in (whole, part))
+    size = (whole.square().mean(dim=-1, keepdim=True) + op.eps).sqrt()
+    return (part / size * program.full(f"{op.name}.weight").float()).flatten(1)
 
 
 def _magnified(x: Tensor, rope: RoPE) -> Tensor:

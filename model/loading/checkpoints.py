@@ -86,6 +86,15 @@ class InUse:
     kv_dtype: torch.dtype
     bits: Literal[8, 4] | None  # of rounded weights
     block_size: int
+    files: frozenset[tuple[str, int, int]] = (
+        frozenset()
+    )  # as `files_of` had them when it was loaded
+
+
+def files_of(path: Path) -> frozenset[tuple[str, int, int]]:
+    """Name, size and time of change of a checkpoint's files of weights; none of made-up ones."""
+    found = path.glob("*.safetensors") if path.is_dir() else [path] if path.is_file() else []
+    return frozenset((each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in found)
 
 
 def open_checkpoint(

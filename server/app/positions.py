@@ -8,7 +8,7 @@ from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.inspect.appended import Appended, TooMuch, append, arms_for
 from ropewalk.model.inspect.audit import AuditStep, entries
 from ropewalk.model.inspect.scores import Explanation, Pair, explain, layers_of
-from ropewalk.model.loading.checkpoints import InUse
+from ropewalk.model.loading.checkpoints import InUse, files_of
 from ropewalk.server.errors import InvalidField, PromptTooLong, UnsupportedField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.long_work import json_bytes
@@ -21,6 +21,10 @@ MOST_TOKENS, MOST_PROMPT = 256, 128
 ABOUT = (
     "content is the score if query and key were at the same position; position is what their "
     "positions add to it"
+)
+ABOUT_EMBEDDINGS = (
+    "content is what the tokens' embeddings make of the score, position what the vectors of their "
+    "positions do, divided as the norm divides both together; terms says whose vector it is"
 )
 ROUNDED = (
     "computed from the weights in the bits that they are served in; the kernels that serve may "
@@ -51,6 +55,12 @@ def explained(body: ExplainBody, served: Served) -> bytes:
 def _in_use(served: Served) -> InUse:
     if served.in_use is None:
         raise UnsupportedField(f"{served.name} cannot be explained; name another model", "model")
+    if files_of(served.in_use.checkpoint.path) != served.in_use.files:
+        raise UnsupportedField(
+            f"the files of {served.name} have changed since it was loaded, so that what they hold "
+            "may not be what is served; an operator has to load it again",
+            "model",
+        )
     return served.in_use
 
 
@@ -79,7 +89,7 @@ def answer(
 ) -> dict[str, object]:
     used = served.in_use
     assert used is not None
-    heads = len(found.scores)
+    heads, about = len(found.scores), ABOUT if found.terms is None else ABOUT_EMBEDDINGS
     group = heads // found.kv_heads
     each = {
         "scores": found.scores,
@@ -103,7 +113,7 @@ def answer(
         "causal": found.causal,
         "window": found.window,
         "scale": found.scale,
-        "split": {"possible": found.why_not is None, "reason": found.why_not, "about": ABOUT},
+        "split": {"possible": found.why_not is None, "reason": found.why_not, "about": about},
         "computed": {
             "dtype": dtype_name(used.dtype),
             "kv_dtype": dtype_name(used.kv_dtype),
@@ -118,6 +128,7 @@ def answer(
                     name: None if rows is None else listed(rows[head])
                     for name, rows in each.items()
                 },
+                "terms": _terms(found, head),
             }
             for head in range(heads)
         ],
@@ -133,6 +144,12 @@ def answer(
             }
         ),
     }
+
+
+def _terms(found: Explanation, head: int) -> dict[str, list[float]] | None:
+    if found.terms is None:
+        return None
+    return {name: listed(rows[head]) for name, rows in found.terms.items()}
 
 
 def _pair(index: int, pair: Pair, query: int, key: int | None) -> dict[str, object]:
@@ -154,7 +171,7 @@ def _pair(index: int, pair: Pair, query: int, key: int | None) -> dict[str, obje
 
 def listed(row: Tensor) -> list[float]:
     """float32 numbers in as many digits as tell them apart."""
-    return [float(f"{value:.9g}") for value in row.tolist()]
+    return [float(f"{value:.9g}") + 0.0 for value in row.tolist()]  # 0 for -0
 
 
 def arms(served: Served) -> bytes:

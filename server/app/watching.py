@@ -8,12 +8,11 @@ it takes for them, and for writing what they found, to cost next to nothing.
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from functools import cached_property
 from json import dumps
 from logging import getLogger
-from typing import TypeVar
 
 import numpy as np
 from fastapi import Request, Response
@@ -30,7 +29,7 @@ from ropewalk.server.app.cache import (
     shared,
 )
 from ropewalk.server.app.openai import EngineResponse, Serving
-from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView
+from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.errors import InternalError, ModelNotLoaded, QueueFull, ServeError
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
@@ -39,13 +38,13 @@ from ropewalk.server.long_work import off_loop
 
 MOST_LISTENERS = 32  # to all models
 LEAST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+MOST_WRITE_S = 0.0005
 SHARE = 0.005  # of the time that looking, comparing and writing may take
 NEAR = 8  # unchanged blocks between two runs that are cheaper to send than to leave out
 MANY = 8192  # blocks in tables, which take some milliseconds to write
 
 log = getLogger(__name__)
-
-T = TypeVar("T", bound=RequestView | KeptView)
+_NEW = object()  # equals no field's value
 
 
 async def cache_stream(
@@ -106,19 +105,23 @@ class CacheStream(EngineResponse):
         self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
     ) -> None:
         watches, model = self._watches, self._model
-        watch = watches.get(model) or watches.setdefault(model, self._begin())
+        watch = watches.get(model)
+        if watch is None or watch.failure is not None:  # which some may still have to be told of
+            watch = watches[model] = self._begin()
         watch.listeners += 1
         try:
             async with aclosing(watch.events()) as events:
                 async for event in events:
                     began = time.thread_time()
                     await out.write(event)
-                    watch.spent += time.thread_time() - began
+                    # One that had to wait for its client met others' work meanwhile.
+                    watch.spent += min(time.thread_time() - began, MOST_WRITE_S)
         finally:
             watch.listeners -= 1
             if not watch.listeners:
                 watch.close()
-                del watches[model]
+                if watches.get(model) is watch:
+                    del watches[model]
 
     def _left(self) -> None:
         """As every listener does."""
@@ -138,6 +141,10 @@ class Look:
     ) -> None:
         self.view, self.at = view, time.time()
         self.pool = states(view.pool)
+        self.sequences = {
+            "request": {each.id: described_request(each) for each in view.running},
+            "kept": {each.id: described_kept(each) for each in view.kept},
+        }
         self.number: int = 1 if before is None else before.number
         self.delta: bytes | None = None
         self._entry = entry
@@ -172,12 +179,12 @@ class Watch:
     ) -> None:
         """entry: of /v1/cache. Raises ServeError where there is none any more."""
         self.listeners = 0
+        self.failure: ServeError | None = None  # why nothing more comes
         self.spent = 0.0  # seconds of the event loop, since the last look
         self._look = look
         self._entry = entry
         self._drain = drain
         self._latest: Look | None = None
-        self._failure: ServeError | None = None
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -192,8 +199,8 @@ class Watch:
         seen = 0
         while True:
             while (latest := self._latest) is None or latest.number == seen:
-                if self._failure is not None:
-                    raise self._failure
+                if self.failure is not None:
+                    raise self.failure
                 await self._changed.wait()
             if latest.number == seen + 1 and latest.delta is not None and seen:
                 event = latest.delta
@@ -215,12 +222,12 @@ class Watch:
                 pause = (view.seconds + self.spent) / SHARE
                 self.spent = 0.0
                 await asyncio.sleep(min(max(pause, LEAST_PAUSE_S), LONGEST_PAUSE_S))
-            self._failure = self._drain.refusal()
+            self.failure = self._drain.refusal()
         except ServeError as error:
-            self._failure = error
+            self.failure = error
         except Exception:  # those who listen must not wait for ever
             log.exception("a cache cannot be watched any more")
-            self._failure = InternalError("the server failed on this request; see its log")
+            self.failure = InternalError("the server failed on this request; see its log")
         self._tell()
 
     def _tell(self) -> None:
@@ -250,30 +257,28 @@ def changes(before: Look, after: Look) -> Iterator[tuple[str, object]]:
             yield name, value
     if old.shared != new.shared:
         yield "shared", shared(new)
-    sequences, order = _changed("request", old.running, new.running, described_request)
-    of_kept = _changed("kept", old.kept, new.kept, described_kept)
-    if sequences or of_kept[0]:
-        yield "sequences", sequences | of_kept[0]
-    if order or of_kept[1]:
-        yield "order", order | of_kept[1]
-
-
-def _changed(
-    kind: str, before: Sequence[T], after: Sequence[T], described: Callable[[T], dict[str, object]]
-) -> tuple[dict[str, object], dict[str, list[str]]]:
-    """Fields that changed, by id; and the ids in order where that is not what follows from them."""
-    were = {view.id: view for view in before}
-    are = {view.id: view for view in after}
-    found: dict[str, object] = {name: None for name in were if name not in are}
-    for name, view in are.items():
-        old = were.get(name)
-        if old != view:
-            known = {} if old is None else described(old)
-            fields = described(view).items()
-            new = {field: value for field, value in fields if old is None or known[field] != value}
-            found[name] = {"kind": kind, **new}
-    follows = [name for name in were if name in are] + [name for name in are if name not in were]
-    return found, {} if follows == [*are] else {kind: [*are]}
+    sequences: dict[str, object] = {}
+    order: dict[str, list[str]] = {}
+    for kind, are in after.sequences.items():
+        were = before.sequences[kind]
+        sequences |= {name: None for name in were if name not in are}
+        for name, fields in are.items():
+            known = were.get(name, {})
+            changed = {
+                field: value for field, value in fields.items() if known.get(field, _NEW) != value
+            }
+            if changed:
+                sequences[name] = {"kind": kind, **changed}
+        follows = [
+            *(name for name in were if name in are),
+            *(name for name in are if name not in were),
+        ]
+        if follows != [*are]:  # of requests, where one made room and came back between two looks
+            order[kind] = [*are]
+    if sequences:
+        yield "sequences", sequences
+    if order:
+        yield "order", order
 
 
 def _runs(before: NDArray[np.uint8], after: NDArray[np.uint8]) -> list[tuple[int, str]]:

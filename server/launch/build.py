@@ -27,7 +27,7 @@ from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.loading.checkpoints import CheckpointError, InUse
+from ropewalk.model.loading.checkpoints import CheckpointError, InUse, files_of
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
 from ropewalk.server.app.app import Application, create_app
@@ -385,7 +385,15 @@ def _complete(
     bits: Literal[8, 4] | None = None
     if config.loading.quantize is not None:
         bits = 8 if config.loading.quantize == "int8" else 4
-    in_use = InUse(model.checkpoint, model.context, model.dtype, kv_dtype, bits, block_size)
+    in_use = InUse(
+        model.checkpoint,
+        model.context,
+        model.dtype,
+        kv_dtype,
+        bits,
+        block_size,
+        files_of(model.checkpoint.path),
+    )
     served = _served(name, model.aliases, in_use, facts, limits)
     return Loaded(served, made.engine, facts, model.place, planner, defect, publisher)
 

@@ -52,7 +52,7 @@ def assert_explained(seen, query, key, found, values, tolerance, turned=2e-4):
     made = torch.einsum("hk,khd->hd", seen.weights, values)
     torch.testing.assert_close(made, found[query].float(), atol=tolerance, rtol=tolerance)
     if seen.content is None:
-        assert seen.why_not and seen.kind in ("embedding", "several")
+        assert seen.why_not and seen.kind == "embedding"
     else:
         assert seen.why_not is None
         largest = float(seen.scores.abs().max())
@@ -89,10 +89,40 @@ def test_scores_of_every_encoding(name):
             biased = encoding.score_bias() is not None
             assert (seen.kind == "rotation", seen.kind == "bias") == (turns, biased)
             assert (seen.kind == "embedding") == embeds(program.encoding)
+            assert (seen.content is None) == (layer > 0 and embeds(program.encoding))
             assert bool(seen.pairs) == turns and (seen.curve is not None) == biased
             if biased:
                 by = dict(zip(seen.distances.tolist(), seen.curve.t(), strict=True))
                 assert torch.equal(by[query - key], seen.position[:, key])
+
+
+def test_what_a_position_adds_where_it_is_added_to_the_embedding():
+    """In layer 0, by whose position it is; here with an RMSNorm alone before the scores."""
+    program = program_in(tiny("learned"))
+    use = InUse(None, 256, torch.float64, torch.float64, None, SIZE)
+    seen = Looked(program, program.ops, 0, TOKENS, use).explanation(36, None)
+    weights, config = program.weights, program.config
+    embedded = weights["embed.weight"][TOKENS]
+    vectors = program.encoding.vectors().table[: len(TOKENS)].double()
+    size = ((embedded + vectors).square().mean(dim=1, keepdim=True) + config.norm_eps).sqrt()
+    terms = {}
+    for of, x in (("content", embedded), ("position", vectors)):
+        made = x / size * weights["layers.0.attention_norm.weight"]
+        made = made @ weights["layers.0.attention.qkv.weight"].t()
+        q, k, _ = made.view(len(TOKENS), -1, config.head_dim).split((6, 2, 2), dim=1)
+        terms[of] = q[36], k.repeat_interleave(3, dim=1)
+    for name, (of_q, of_k) in {
+        "query": ("position", "content"),
+        "key": ("content", "position"),
+        "both": ("position", "position"),
+    }.items():
+        found = torch.einsum("hd,khd->hk", terms[of_q][0], terms[of_k][1]) * config.head_dim**-0.5
+        torch.testing.assert_close(seen.terms[name], found.float(), atol=1e-4, rtol=1e-4)
+    assert seen.position.abs().max() > 0.1
+    for most, possible in ((0.1, False), (1e3, True)):  # what is clamped is no sum
+        program = program_in(tiny("learned", qkv_clip=most))
+        seen = Looked(program, program.ops, 0, TOKENS, use).explanation(36, None)
+        assert (seen.terms is not None) == (seen.why_not is None) == possible
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -103,11 +133,11 @@ def test_scores_of_every_family(name, tmp_path):
     checkpoint = open_checkpoint(folder)
     context = row.context or checkpoint.config.trained_context
     use = InUse(checkpoint, context, torch.float32, torch.float32, None, SIZE)
-    last = checkpoint.config.layers - 1
     program = checkpoints.loaded(checkpoint, context=context).executor.program
-    found, values = attended(program, last, TOKENS, torch.float32)
-    seen = explain(use, TOKENS, last, 36, 5)
-    assert_explained(seen, 36, 5, found, values, 1e-4)
+    for layer in {0, checkpoint.config.layers - 1}:
+        found, values = attended(program, layer, TOKENS, torch.float32)
+        seen = assert_explained(explain(use, TOKENS, layer, 36, 5), 36, 5, found, values, 1e-4)
+        assert (seen.content is None) == (layer > 0 and seen.kind == "embedding")
 
 
 @pytest.mark.parametrize("name", ["t5", "umt5"])

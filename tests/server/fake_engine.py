@@ -89,7 +89,9 @@ def loaded_app(*flags):
     metrics = Metrics()
     loaded = load_models(configured(*flags), metrics)
     engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
+    planners = {each.served.name: each.planner for each in loaded}
+    models = Models(each.served for each in loaded)
+    app = create_app(models, engine, metrics, HttpOptions(), None, planners)
     app.state.metrics = metrics
     return app
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from signal import SIGTERM
@@ -124,7 +125,8 @@ def listening(url):
         wait_for(lambda: mirror.entry)
         yield mirror
         # Closing alone does not end a read in another thread.
-        response.extensions["network_stream"].get_extra_info("socket").shutdown(SHUT_RDWR)
+        with suppress(OSError):  # the server has closed it
+            response.extensions["network_stream"].get_extra_info("socket").shutdown(SHUT_RDWR)
         thread.join(10)
 
 
@@ -133,33 +135,41 @@ def listening(url):
 def test_a_mirror_has_what_the_cache_has_after_every_step() -> None:
     engine, _ = make_engine(blocks=20, max_context=32, max_seqs=6)
     draw, planner, served = random.Random(5), make_planner(), toy("a")
-    mirror, look, seen, names = Mirror(), None, set(), []
+    mirror, look, seen, kinds, names = Mirror(), None, set(), set(), []
+    happened: Counter[str] = Counter()
 
     def entry(view):
         return described(served, planner, view)
 
     for step in range(600):
-        if draw.random() < 0.3 and engine.view().waiting < 4:
-            name, prompt = (
-                f"r{step}",
-                [n % draw.choice([5, 7]) for n in range(draw.choice([3, 17]))],
-            )
-            request = make_request(name, prompt, max_tokens=draw.choice([1, 8, 60]))
-            overflow = draw.choice(list(Overflow))
-            sibling = names[-1] if names and draw.random() < 0.5 else None
-            if overflow is Overflow.REFUSE:
-                request = make_request(name, prompt, max_tokens=6)
-            engine.submit(replace(request, overflow=overflow, sibling=sibling))
-            names.append(name)
+        if draw.random() < 0.6 and engine.view().waiting < 6:
+            overflow, kind = draw.choice(list(Overflow)), draw.choice([5, 7])
+            prompt = [n % kind for n in range(draw.choice([3, 17]))]
+            most = 6 if overflow is Overflow.REFUSE else draw.choice([1, 8, 60])
+            fits = most == 6 and len(prompt) == 3  # into the quarter that is for kept ones
+            more = {
+                "overflow": overflow,
+                "sibling": names[-1] if names and draw.random() < 0.5 else None,
+                "keep": f"seq-{step}" if fits else "",
+            }
+            names.append(f"r{step}")
+            engine.submit(replace(make_request(names[-1], prompt, max_tokens=most), **more))
+        kept = engine.kept.views("")
+        if kept and draw.random() < 0.1:
+            engine.kept.drop(draw.choice(kept).kept.id, "")
         if names and draw.random() < 0.05:
             engine.abort(draw.choice(names[-6:]))
         if draw.random() < 0.03:
             engine.flush()
-        for _ in range(draw.choice([1, 1, 1, 30])):
-            engine.step()
+        for _ in range(draw.choice([1, 1, 1, 12])):
+            stats = engine.step().stats
+            happened += Counter(
+                preempted=stats.preemptions, shifted=len(stats.shifts), forked=len(stats.forks)
+            )
         view = engine.view()
         if step % 7 == 0:  # the older ones have come back between two looks
-            view = replace(view, running=view.running[1:] + view.running[:1])
+            turned = (each[1:] + each[:1] for each in (view.running, view.kept))
+            view = replace(view, **dict(zip(("running", "kept"), turned, strict=True)))
         before, look = look, Look(view, entry, look)
         event = look.delta if before and look.number > before.number else None
         if before is None:
@@ -168,7 +178,10 @@ def test_a_mirror_has_what_the_cache_has_after_every_step() -> None:
             data = json.loads(event.removeprefix(b"data: "))
             mirror.take(data)
             seen |= data.keys()
+        kinds |= {kind for kind in ("requests", "kept") if mirror.entry[kind]}
         mirror.assert_is(json.loads(json.dumps(entry(look.view))))
+    assert kinds == {"requests", "kept"}
+    assert min(happened[what] for what in ("preempted", "shifted", "forked")) > 5
     assert {"pool", "blocks", "audit", "waiting", "sequences", "shared", "order"} <= seen
 
 

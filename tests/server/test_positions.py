@@ -1,7 +1,11 @@
 """POST /v1/positions/explain over HTTP. That scores are right: tests/model/test_scores.py."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +18,7 @@ from tests.server.fake_engine import loaded_app
 from tests.server.test_app import error_of
 from tests.server.toy import ask, running, toy_app
 
+ROOT = Path(__file__).parents[2]
 PATH = "/v1/positions/explain"
 MODELS = [f"ropewalk-{name}" for name in ("rope", "t5", "alibi", "learned", "nope")]
 
@@ -26,6 +31,12 @@ def app(tmp_path_factory):
         encoder_decoders.random_model(encoder_decoders.t5()), tmp_path_factory.mktemp("t5")
     )
     return loaded_app(*MODELS, f"both={folder}", "--kv-memory", "16M")
+
+
+@pytest.fixture(scope="module")
+def url(app):
+    with running(app) as (url, _):
+        yield url
 
 
 def explained(app, **body):
@@ -48,6 +59,13 @@ def explained(app, **body):
 def test_a_query_is_explained(app, model, kind, pairs, bias) -> None:
     text = "Once upon a time" if model != "both" else [3, 4, 5, 6, 7]
     found = explained(app, model=model, input=text, layer=1, query=3, key=1)
+    whole = explained(app, model=model, input=text)
+    assert whole["split"]["possible"] and (whole["query"], whole["key"]) == (
+        len(found["tokens"]) - 1,
+        None,
+    )
+    for head in whole["heads"]:
+        assert (head["terms"] is None) == (kind != "embedding")
     count = len(found["tokens"])
     assert (found["model"], found["kind"], found["query"], found["key"]) == (model, kind, 3, 1)
     assert found["side"] == ("encoder" if model == "both" else "decoder")
@@ -122,11 +140,24 @@ def test_appending_is_audited(app) -> None:
     assert error_of(ask(app, "GET", f"{path}?model=both"), 400)["param"] == "model"
 
 
+def test_files_that_changed_are_not_what_is_served(app, tmp_path) -> None:
+    (served,) = [each for each in app.state.models if each.name == "both"]
+    body = {"model": "both", "input": "a"}
+    file = served.in_use.checkpoint.path / "model.safetensors"
+    data, before = file.read_bytes(), file.stat()
+    assert ask(app, "POST", PATH, json=body).status_code == 200
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert "changed" in error_of(ask(app, "POST", PATH, json=body), 400)["message"]
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert ask(app, "POST", PATH, json=body).status_code == 200
+
+
 def test_a_model_without_files_is_not_explained() -> None:
     assert error_of(ask(toy_app(), "POST", PATH, json={"input": "x"}), 400)["param"] == "model"
 
 
-def test_one_is_computed_at_a_time_and_few_wait(app, monkeypatch) -> None:
+def test_one_is_computed_at_a_time_and_few_wait(url, monkeypatch) -> None:
     """Beside the event loop: completions and health checks go on meanwhile."""
     at_once, most, release = 0, 0, threading.Event()
     computed = scores.explain
@@ -143,7 +174,7 @@ def test_one_is_computed_at_a_time_and_few_wait(app, monkeypatch) -> None:
     monkeypatch.setattr(openmp, "MOST_WAITING", 2)
     body = {"model": "ropewalk-rope", "input": "Once", "max_tokens": 2}
     statuses: list[int] = []
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=30) as client:
 
         def post():
             statuses.append(
@@ -161,3 +192,13 @@ def test_one_is_computed_at_a_time_and_few_wait(app, monkeypatch) -> None:
         for thread in threads:
             thread.join(30)
     assert (sorted(statuses), most) == ([200, 200, 200, 429, 429], 1)
+
+
+@pytest.mark.parametrize("model", ["ropewalk-rope", "ropewalk-t5", "ropewalk-learned"])
+def test_the_example_draws_what_the_routes_say(url, model, tmp_path) -> None:
+    picture = tmp_path / "picture.png"
+    script = ROOT / "docs" / "examples" / "cache_and_positions.py"
+    command = [sys.executable, str(script), url, "--model", model, "--out", str(picture)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size > 20_000

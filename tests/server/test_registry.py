@@ -251,10 +251,27 @@ def test_to_look_at_a_cache_loads_nothing(folder):
     with serving(folder, "--models-autoload") as client:
         for answer in (
             client.get("/v1/cache", params={"model": "one"}),
+            client.get("/v1/cache/stream", params={"model": "one"}),
+            client.get("/v1/positions/audit", params={"model": "one"}),
             client.post("/v1/cache/flush", params={"model": "one"}, json={}),
         ):
             assert answer.status_code == 503
         assert client.statuses()["one"] == "unloaded"
+
+
+def test_to_watch_a_cache_keeps_no_model(folder):
+    """It goes at once, and its stream ends with the reason."""
+    with serving(folder, "--models-autoload", drain_seconds=60.0) as client:
+        with client.stream("GET", "/v1/cache/stream", params={"model": "first"}) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: "))
+            assert json.loads(next(lines)[6:])["type"] == "snapshot"
+            assert client.change("unload", "first").json() == {"success": True}
+            *_, last = (json.loads(line[6:]) for line in lines)
+            assert last["error"]["code"] == "model_not_loaded"
+        assert client.complete("first").status_code == 200  # loaded again
+        with client.stream("GET", "/v1/cache/stream", params={"model": "first"}) as response:
+            assert '"snapshot"' in next(response.iter_lines())
+        assert client.get("/metrics").status_code == 200
 
 
 def test_requests_wait_for_a_model_that_is_being_loaded(folder, gate):
