@@ -267,7 +267,7 @@ class Replay {
     const ticking = setInterval(tick, 200);
     for (const act of acts) {
       await this.clock.until(act.at);
-      await this.#work(act);
+      if (!(await this.#work(act))) bar.dataset.missed = act.act; // a page of another version
     }
     await this.clock.until(lasts);
     tick();
@@ -282,16 +282,20 @@ class Replay {
     const given = performance.now() + PATIENCE;
     let target = null;
     while ((target = document.querySelector(wanted)) === null || target.disabled) {
-      if (performance.now() > given) return;
+      if (performance.now() > given) return false;
       await new Promise((resolve) => setTimeout(resolve, 20));
     }
     target.scrollIntoView({ block: "nearest" });
     target.classList.add("acted");
     setTimeout(() => target.classList.remove("acted"), 700);
-    if (value === undefined) return target.click();
+    if (value === undefined) {
+      target.click();
+      return true;
+    }
     if (typeof value === "boolean") target.checked = value;
     else target.value = value;
     target.dispatchEvent(new Event("input", { bubbles: true }));
     target.dispatchEvent(new Event("change", { bubbles: true }));
+    return true;
   }
 }

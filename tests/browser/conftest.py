@@ -37,7 +37,12 @@ def opened(browser):
             if urlsplit(request.url)[:2] != own and not request.url.startswith(("data:", "blob:")):
                 faults.append(f"asked {request.url}")
 
+        def hear(message) -> None:
+            if "Content Security Policy" in message.text:  # tried, and was stopped
+                faults.append(message.text)
+
         page.on("request", look)
+        page.on("console", hear)
         page.on("pageerror", lambda error: faults.append(f"failed: {error}"))
         page.on("dialog", lambda dialog: faults.append(f"said {dialog.message}"))
         page.goto(address)

@@ -3,9 +3,11 @@
 import json
 
 import httpx
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.real import serving, standalone
+from tests.browser.visit import FOLDER
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 KEY = "open-sesame"
@@ -220,3 +222,18 @@ def test_a_visit_is_replayed_from_a_file_without_a_server(family, opened, tmp_pa
         {"name": "visit.json", "mimeType": "application/json", "buffer": visit.encode()}
     )
     expect(act(chosen, "race-go")).to_be_visible(timeout=30_000)
+
+
+@pytest.mark.full
+def test_the_visit_of_the_docs_is_replayed_by_this_page(family, opened, tmp_path):
+    visit = (FOLDER / "visit.json").read_text()
+    assert len(visit) < 300_000
+    html = httpx.get(family, headers={"accept": "text/html"}).text
+    file = tmp_path / "visit.html"
+    file.write_text(standalone(html, visit))
+    page = opened(file.as_uri())
+    for speed in ("1×", "2×"):
+        page.locator("#visit button", has_text=speed).click()
+    expect(page.locator("#visit[data-over]")).to_be_attached(timeout=60_000)
+    assert page.locator("#visit").get_attribute("data-missed") is None
+    expect(page.locator("#status")).to_have_text("")
