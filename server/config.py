@@ -296,8 +296,8 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
 
 
 def _operator_routes(values: Mapping[str, Any]) -> bool:
-    """auto: for whoever alone can reach the server, which is on their own machine."""
-    own = not values["uds"] and is_loopback(values["host"])
+    """auto: where those who reach the server are on its machine, and no proxy lets others in."""
+    own = not values["uds"] and is_loopback(values["host"]) and not values["allowed_host"]
     open_to_all = not (values["api_key"] or values["api_key_file"])
     return {"on": True, "off": False, "auto": own and open_to_all}[values["operator_routes"]]
 

@@ -344,7 +344,7 @@ SETTINGS: tuple[Variable, ...] = (
     _http(
         "--operator-routes",
         "whether requests may keep sequences in the cache and operate on them; auto: on a loopback "
-        "address without API keys",
+        "address without API keys and without --allowed-host",
         choice("auto", "on", "off"),
         "auto",
     ),

@@ -14,6 +14,8 @@
     "that it had grown out of the bank like the willows. In spring the water rose to the second step, and " +
     "in a dry summer the children walked across the river bed and looked for coins. Once, an old woman " +
     "told them, a king had thrown his crown into the pond, and the wheel had turned backwards for a day.";
+  const MOVING = "Where the position was put into the stored key, as RoPE usually does, each moved key must be turned again. Where it is " +
+    "only added to scores, as under ALiBi and T5's bias, nothing stored has to change.";
   const MOST_CHIPS = 160; // of one table
   const MOST_TABLES = 24;
 
@@ -22,17 +24,20 @@
     evict_renumber: {
       title: "Shift",
       does: "Drops the selected blocks and closes the gap: every later token moves to an earlier position.",
+      why: MOVING,
       span: ({ first, count }) => ({ first, count }),
       moves: true,
     },
     evict_keep: {
       title: "Evict",
       does: "Drops the selected blocks. Later tokens keep their positions, and a hole remains.",
+      why: "Who keeps its position keeps its key.",
       span: ({ first, count }) => ({ first, count }),
     },
     move_span: {
-      title: "Move span",
-      does: "Uses the selected blocks a second time, at the end of another sequence and so at other positions.",
+      title: "Move",
+      does: "Uses the selected blocks once more, at the end of another sequence and so at other positions.",
+      why: MOVING,
       span: ({ first, count }) => ({ first, count }),
       moves: true,
       onto: true,
@@ -40,11 +45,13 @@
     fork: {
       title: "Fork",
       does: "A second sequence begins with the same tokens, up to the end of the selection.",
+      why: "Both lists name the same blocks. Positions stay as they are, so under no encoding does a key change.",
       span: ({ first, count }) => ({ count: first + count }),
     },
     append: {
       title: "Append",
       does: "Computes 16 more tokens behind the last one.",
+      why: "A key is computed from its token and those before it, and a later token is no input of it. So under no encoding does a stored key change.",
       span: () => ({}),
       act: () => ({ count: 16 }),
     },
@@ -128,9 +135,16 @@
 
   // ------------------------------------------------------------------------------ what it would cost
 
+  // What a new token's position takes, in words.
+  function worked({ rotations, bias_values: added, flops }) {
+    const parts = [rotations && many(rotations, "turn"), added && many(added, "addition to scores", "additions to scores")].filter(Boolean);
+    if (!parts.length) return flops ? "; the new token's embedding gets a vector" : "; the new token's position takes no work";
+    return `; the new token's position takes ${parts.join(" and ")}`;
+  }
+
   // One encoding's row of a plan, in words and with what it counts.
   function verdict(plan, row) {
-    if (plan.operation === "append") return ["free", "earlier entries stay as they are"];
+    if (plan.operation === "append") return ["free", `earlier entries stay as they are${worked(row.work)}`];
     if (row.capability === "impossible")
       return ["impossible", `impossible: ${row.reason}; ${many(row.recompute.tokens, "token")} must be computed again`];
     if (row.rewritten_entries)
@@ -179,13 +193,12 @@
   // ---------------------------------------------------------------------------- what has happened
 
   // The answer of an operation in words, with the checksums as witness.
-  function outcome({ operation, happened, before, after }, size) {
-    const was = new Map(before.blocks.map((block, i) => [block, before.checksums[i]]));
-    const full = after.blocks.map((block, i) => [block, after.checksums[i]]).filter(([block, sum]) => sum && was.get(block));
-    const other = full.filter(([block, sum]) => was.get(block) !== sum).length;
-    const witness = full.length === 0 ? "" : other === 0
-      ? ` The checksums of all ${full.length} full blocks that both have are the same as before.`
-      : ` Of ${full.length} full blocks that both have, ${other} have another checksum than before.`;
+  function outcome({ operation, happened, before, after }, origin) {
+    const pairs = after.checksums.map((sum, i) => [before.checksums[origin(i)], sum]).filter(([was, sum]) => was && sum);
+    const other = pairs.filter(([was, sum]) => was !== sum).length;
+    const witness = pairs.length === 0 || operation === "move_span" ? "" : other === 0
+      ? ` Checksums: ${pairs.length} of ${pairs.length} full blocks that stayed are the same as before.`
+      : ` Checksums: ${other} of ${pairs.length} full blocks that stayed have changed.`;
     if (operation === "append") {
       const added = after.tokens - before.tokens;
       return `${many(added, "token")} more, no stored key touched.${witness}`;
@@ -198,12 +211,17 @@
     return work + witness;
   }
 
-  // What became of each block of a sequence that an operation changed: {was: its base before, turned}.
-  function marks({ operation, before, after, changed_blocks: changed }, { first, count }, size) {
+  // Which block, by its place in the sequence, a block came from.
+  function originOf(operation, { first, count }, size) {
     const gone = operation.startsWith("evict") ? count / size : 0;
+    return (i) => (i < first / size ? i : i + gone);
+  }
+
+  // What became of each block of a sequence that an operation changed: {was: its base before, turned}.
+  function marks({ before, after, changed_blocks: changed }, origin) {
     const turned = new Set(changed);
     return new Map(after.blocks.map((block, i) => {
-      const was = before.bases[i < first / size ? i : i + gone];
+      const was = before.bases[origin(i)];
       return [block, { was: was === after.bases[i] ? null : was, turned: turned.has(block) }];
     }));
   }
@@ -328,7 +346,6 @@
           if (!step) return;
           event.preventDefault();
           at((lit[0] ?? 0) + step);
-          pool.firstChild.focus();
         });
         return drawing;
       });
@@ -429,17 +446,18 @@
 
       function drawActions() {
         if (!chosen || !plan) return fill(actions);
-        const { title, does } = OPERATIONS[operation];
+        const { title, does, why, act, onto } = OPERATIONS[operation];
         const { first, count } = span();
-        const what = { append: `at the end of ${nameOf(chosen.id)}`, fork: `the first ${first + count} tokens of ${nameOf(chosen.id)}` }[operation] ??
-          `${many(count / size(), "block")}, tokens ${first} to ${first + count - 1} of ${nameOf(chosen.id)}`;
-        fill(actions,
+        const name = nameOf(chosen.id);
+        const what = { append: `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
+          `Selected: ${many(count / size(), "block")}, tokens ${first} to ${first + count - 1} of ${name}. Press two blocks to select another span.`;
+        refill(actions,
           element("h2", {}, "What would it cost to …"),
           chooser({ operation, pick: (name) => { operation = name; reset(); page.attempt(predict); } }),
-          element("p", {}, does, element("span", { class: "note" }, ` Selected: ${what}. Press two blocks to select a span.`)),
+          element("p", { class: "why" }, does, " ", why, element("span", { class: "note" }, ` ${what}`)),
           planTable(plan, happened),
           element("div", { class: "row" },
-            button(`${title} it`, "cache-do", () => page.attempt(operate), { class: "main" }),
+            button(act ? `${title} ${act().count} tokens` : onto || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => page.attempt(operate), { class: "main" }),
             page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "cache-all", () => page.attempt(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
           element("p", { class: "told", role: "status", "data-told": operation }, told));
       }
@@ -504,9 +522,10 @@
           return drawActions();
         }
         const { after } = answer;
-        told = outcome(answer, size());
+        const origin = originOf(operation, span(), size());
+        told = outcome(answer, origin);
         happened = new Map([[own, `happened: ${brief(answer)}`]]);
-        marked = new Map([[after.id, marks(answer, span(), size())]]);
+        marked = new Map([[after.id, marks(answer, origin)]]);
         await appeared(after.id, after.blocks);
         drawTables();
         const full = Math.floor((view.sequences.get(id)?.computed_tokens ?? 0) / size());
@@ -541,6 +560,10 @@
               drawFacts();
               drawTables(data.type === "snapshot" ? null : before);
               if (data.pool) drawAgain();
+              if (chosen && !view.sequences.has(chosen.id)) {
+                [chosen, plan] = [null, null];
+                drawActions();
+              }
             }
           } catch (error) {
             if (signal.aborted) return;

@@ -4,13 +4,26 @@
 // on narrow screens. draw: width in pixels → node. Returns a function that draws once more.
 function fitted(holder, draw) {
   let width = 0;
-  const again = () => width > 0 && fill(holder, draw(width));
+  const again = () => {
+    if (width === 0) return;
+    const focused = holder.contains(document.activeElement);
+    fill(holder, draw(width));
+    if (focused) holder.firstChild.focus({ preventScroll: true });
+  };
   new ResizeObserver(([{ contentRect }]) => {
     if (Math.abs(contentRect.width - width) < 1) return;
     width = Math.floor(contentRect.width);
     again();
   }).observe(holder);
   return again;
+}
+
+// Puts children in place of what a node has; the focus stays on the control of the same name.
+function refill(node, ...children) {
+  const act = node.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
+  fill(node, ...children);
+  if (act) node.querySelector(`[data-act="${CSS.escape(act)}"]:enabled`)?.focus({ preventScroll: true });
+  return node;
 }
 
 // A linear scale as a function of values, with round `ticks`, the `digits` they need, and its inverse.

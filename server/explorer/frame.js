@@ -83,6 +83,7 @@ function switchPanels(page) {
     if (current) {
       mounted.get(current.id).hidden = true;
       current.hidden?.();
+      page.say("");
     }
     current = panel;
     for (const tab of tabs.children) {
@@ -148,7 +149,7 @@ function askForKey(reason) {
     };
     const dialog = element("dialog", { "aria-labelledby": "key-title" },
       element("h2", { id: "key-title" }, "This server needs an API key"),
-      element("p", {}, told({ message: reason })),
+      element("p", {}, told({ message: reason.split(";")[0] })),
       field("API key", input),
       element("p", { class: "note" }, "It is kept in this tab only, until you close it."),
       element("button", { type: "button", click: done }, "Use this key"),

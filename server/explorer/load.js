@@ -62,7 +62,7 @@ class Load {
 class LoadRow {
   constructor(model) {
     Object.assign(this, { model, answers: 0, tokens: 0, firsts: [], gaps: [], rate: null });
-    this.cells = Array.from({ length: 4 }, () => element("td", { class: "number" }, "–"));
+    this.cells = ["Answers", "Tokens per second", "First token", "Between tokens"].map((label) => element("td", { class: "number", "data-label": label }, "–"));
     this.bar = element("span", { class: "bar" });
     this.node = element("tr", { "data-model": model.id }, element("th", { scope: "row" }, model.id, element("br"), element("span", { class: "note" }, model.encoding ?? "")), this.cells);
   }

@@ -3,8 +3,11 @@
 // its frequencies, and a bias at other distances from its table.
 {
   const TURN = 2 * Math.PI;
+  const MOST_TOKENS = 256;
   const TEXT = "The king went down to the river, and the old king said unto the people of the river";
   const NAMES = { score: "score", content: "content", position: "position", weights: "attention" };
+
+  const percent = (share) => (share > 0 && share < 1e-4 ? "below 0.01 %" : format.percent(share));
 
   // kind of an encoding: what is seen here, and what appending and moving do to the stored key.
   const KINDS = {
@@ -22,8 +25,8 @@
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
     embedding: {
-      seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. From there on it is mixed " +
-        "into queries, keys and values, so a score cannot be split into a content and a position part.",
+      seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. In layer 0 one can still " +
+        "tell what these vectors make of a score; from there on they are mixed into every query, key and value.",
       append: "Earlier tokens keep their positions, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position, but the old one is mixed into the stored key and value and cannot be taken out. Moving is impossible: they must be computed again.",
     },
@@ -131,9 +134,9 @@
       const role = i === query ? "query" : i === key ? "key" : i > query ? "unseen" : "";
       return element("button", {
         type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
-        "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${format.percent(weights[i])} of the query's attention`}`,
+        "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${percent(weights[i])} of the query's attention`}`,
         style: { "--share": i <= query ? weights[i] / most : 0 },
-        pointerenter: () => i <= query && i !== key && choose(i), click: () => ask(i),
+        pointerenter: () => i < query && i !== key && choose(i), click: () => ask(i),
       }, visible(text), role === "query" || role === "key" ? element("small", {}, role) : null);
     });
     return element("div", {
@@ -149,7 +152,7 @@
 
   // The two tokens in every head.
   function headTable({ heads, key, head, pick }) {
-    const number = (each, name) => (each[name] ? (name === "weights" ? format.percent(each[name][key]) : minus(each[name][key])) : "–");
+    const number = (each, name) => (each[name] ? (name === "weights" ? percent(each[name][key]) : minus(each[name][key])) : "–");
     const columns = ["content", "position", "scores", "weights"];
     return element("table", { class: "numbers" },
       element("caption", {}, "These two tokens, in every head"),
@@ -176,7 +179,11 @@
       const body = element("div", {});
       layer.addEventListener("change", () => page.attempt(() => explain(shown?.query)));
       fill(root,
-        element("form", { class: "row", submit: (event) => { event.preventDefault(); page.attempt(() => explain()); } },
+        element("form", { class: "row", submit: (event) => {
+          event.preventDefault();
+          page.point(null);
+          page.attempt(() => explain());
+        } },
           field("Text, at most 256 tokens", text, { class: "field wide" }), field("Layer", layer),
           element("button", { class: "main", "data-act": "position-show" }, "Show")),
         body);
@@ -186,7 +193,7 @@
         const found = await page.api.post("v1/positions/explain", {
           model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }),
         });
-        const key = Math.min(shown?.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2), found.query);
+        const key = shown?.key < found.query && shown.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2);
         shown = { found, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
         build();
         stay();
@@ -214,11 +221,12 @@
       }
 
       const sentence = ({ found, query, key, head }) => {
-        const { content, position, scores, weights } = found.heads[head];
+        const { content, position, scores, weights, terms } = found.heads[head];
         const word = (i) => `“${visible(found.tokens[i].text).replace(/^·/, "")}”`;
         const split = position ? ` = content ${minus(content[key])} ${position[key] < 0 ? "−" : "+"} position ${Math.abs(position[key]).toFixed(2)}` : "";
+        const whose = terms ? ` Of the position's part, ${minus(terms.query[key])} comes of the query's vector, ${minus(terms.key[key])} of the key's, ${minus(terms.both[key])} of both together.` : "";
         return `Query ${word(query)} at position ${query}, key ${word(key)} at ${key}, ${many(query - key, "token")} back: in head ${found.heads[head].head}, ` +
-          `score ${minus(scores[key])}${split}, ${format.percent(weights[key])} of the attention.`;
+          `score ${minus(scores[key])}${split}, ${percent(weights[key])} of the attention.${whose}`;
       };
 
       // Where the two tokens are now, and whether somebody has tried what would happen.
@@ -231,8 +239,8 @@
         const bias = found.bias ? nearby(found.bias, far) : turned;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
         const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
-        fill(body,
-          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.attempt(() => explain(i, found.tokens.map(({ id }) => id))) }),
+        refill(body,
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown)),
           element("div", { class: "tries" },
@@ -270,13 +278,19 @@
           }))));
       }
 
+      // Follows the cursor of all panels; where it is of another model, the same text in this one.
       const looked = () => {
-        const { cursor } = page;
         if (!showing) return;
-        if (cursor && cursor.model === page.model.id && cursor.ids?.length) {
-          const ids = cursor.ids.slice(0, 256);
-          if (String(ids) !== String(shown?.found.tokens.map(({ id }) => id)) || cursor.index !== shown?.query) page.attempt(() => explain(Math.min(cursor.index, ids.length - 1), ids));
-        } else if (!shown || shown.found.model !== page.model.id) page.attempt(() => explain());
+        const { cursor, model } = page;
+        if (cursor?.model === model.id) {
+          const ids = cursor.ids.slice(0, MOST_TOKENS), index = Math.min(cursor.index, ids.length - 1);
+          if (String(ids) === String(shown?.found.tokens.map(({ id }) => id)) && index === shown.query && shown.found.model === model.id) return;
+          text.value = cursor.texts.slice(0, MOST_TOKENS).filter((each, i) => i > 0 || !/^<.+>$/.test(each)).join("");
+          page.attempt(() => explain(index, ids));
+        } else if (shown?.found.model !== model.id) {
+          const like = page.models.find(({ id }) => id === shown?.found.model)?.vocab_size === model.vocab_size;
+          page.attempt(() => explain(like ? shown.query : undefined));
+        }
       };
       page.on("model", looked);
       page.on("cursor", looked);

@@ -162,7 +162,7 @@
 
       function showAppended() {
         const press = [["Keep a prompt", keep], [`Append ${APPENDED} tokens`, append], ["Compare the checksums", compare]];
-        fill(steps, press.map(([text, work], i) => button(`${i + 1}  ${text}`, `proof-${i + 1}`, () => page.attempt(work), {
+        refill(steps, press.map(([text, work], i) => button(`${i + 1}  ${text}`, `proof-${i + 1}`, () => page.attempt(work), {
           class: i === step % 3 ? "main" : null, disabled: i > step || (step === 3 && i > 0) ? true : null, "aria-current": i === step ? "step" : null,
         })));
         fill(appended, lanes.map(lane));

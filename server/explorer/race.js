@@ -15,8 +15,9 @@ panels.push({
 const RACE_LANES = 6; // a browser opens no more connections to a server
 const RACE_BEFORE = 24; // tokens that "Go past" writes before the limit
 const RACE_AFTER = 96; // and after it
+const RACE_READ = 200; // tokens past the limit that are read to see whether a model breaks
 const RACE_HOLDS = 0.15; // nats per token: a smaller rise in surprise is not called breaking
-const RACE_LONGEST = 8192;
+const RACE_LONGEST = 2048; // tokens of context that a try from a page fills
 const RACE_METRICS = ["kv_rewritten_entries_total", "extrapolated_tokens_total", "context_shift_tokens_total"];
 // Moby-Dick, the beginning of chapter 1, in the public domain.
 const RACE_TEXT = `Call me Ishmael. Some years ago - never mind how long precisely - having little or no money in my purse, and nothing particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a way I have of driving off the spleen and regulating the circulation. Whenever I find myself growing grim about the mouth; whenever it is a damp, drizzly November in my soul; whenever I find myself involuntarily pausing before coffin warehouses, and bringing up the rear of every funeral I meet; and especially whenever my hypos get such an upper hand of me, that it requires a strong moral principle to prevent me from deliberately stepping into the street, and methodically knocking people's hats off - then, I account it high time to get to sea as soon as I can. This is my substitute for pistol and ball. With a philosophical flourish Cato throws himself upon his sword; I quietly take to the ship. There is nothing surprising in this. If they but knew it, almost all men in their degree, some time or other, cherish very nearly the same feelings towards the ocean with me.
@@ -48,6 +49,7 @@ class Race {
     fill(root,
       field("Prompt", this.prompt, { class: "field wide" }), this.models,
       element("div", { class: "row" }, field("At most, tokens", this.tokens), field("Temperature", this.temperature), field("Seed", this.seed), this.go, this.past, this.halt),
+      page.models.length === 1 ? element("p", { class: "note" }, "This server has one model. ropewalk serve family has six that differ in nothing but their encoding.") : null,
       this.verdict, this.lanes,
     );
   }
@@ -75,7 +77,7 @@ class Race {
 class Lane {
   // past: whether it is to go past the context's end, or the trained length if that comes first.
   constructor(model, past) {
-    Object.assign(this, { model, past, count: 0, refused: null, dropped: 0, known: null });
+    Object.assign(this, { model, past, count: 0, skipped: false, refused: null, dropped: 0, known: null });
     this.trained = model.trained_context ?? model.max_model_len;
     this.limit = Math.min(this.trained, model.max_model_len);
     this.text = element("p", { class: "race-text", tabindex: 0, "aria-label": `What ${model.id} writes` });
@@ -97,8 +99,8 @@ class Lane {
   async prepare(api, prompt, tokens, signal) {
     const model = this.model.id;
     if (this.past) {
-      if (this.limit > RACE_LONGEST) return this.refuse(`its ${format.count(this.limit)} tokens are too many for a try from a page`);
-      this.known = await tokensOf(api, model, this.limit + RACE_AFTER, signal);
+      if (this.limit > RACE_LONGEST) return this.skip("not tried", `Not tried: filling its ${format.count(this.limit)} tokens would take too long for a look. A smaller --max-model-len shows it.`);
+      this.known = await tokensOf(api, model, this.limit + RACE_READ, signal);
       this.ids = this.known.slice(0, this.limit - RACE_BEFORE);
       this.tokens = RACE_BEFORE + RACE_AFTER;
     } else {
@@ -113,7 +115,7 @@ class Lane {
   }
 
   async run(api, settings, signal) {
-    if (this.refused !== null) return;
+    if (this.skipped) return;
     const body = { model: this.model.id, prompt: this.ids, max_tokens: this.tokens, ...settings };
     // Where the context itself ends, only dropping its oldest tokens leads on.
     if (this.past && this.model.max_model_len <= this.ids.length + this.tokens) body.overflow = "shift";
@@ -127,10 +129,11 @@ class Lane {
         if (this.count === 1) this.rows.first.set(first - began, format.seconds((first - began) / 1000));
         else if (token.at > first) this.rows.pace.set((1000 * (this.count - 1)) / (token.at - first), `${format.number((1000 * (this.count - 1)) / (token.at - first))} /s`);
       }
-      if (this.past && this.model.max_model_len > this.limit + RACE_AFTER) await this.read(api, signal);
+      if (this.past && this.model.max_model_len > this.known.length) await this.read(api, signal);
     } catch (error) {
       if (!(error instanceof ApiError)) throw error;
-      this.refuse(error.message);
+      this.refused = error.message;
+      this.skip("refuses", `Refused: ${error.message}`);
     }
   }
 
@@ -145,18 +148,22 @@ class Lane {
     this.text.scrollTop = this.text.scrollHeight;
   }
 
-  // How surprising a known text is to the model, before and after the limit.
+  // How surprising the same words are: at the end of as many tokens as were trained, and where the
+  // text before them is longer, so that they lie past the trained length.
   async read(api, signal) {
-    const found = await api.post("v1/completions", { model: this.model.id, prompt: this.known, max_tokens: 0, echo: true, logprobs: 0 }, { signal });
-    const scores = found.choices[0].logprobs.token_logprobs.map((each) => -each);
-    this.text_surprise = [mean(scores.slice(this.limit - RACE_AFTER, this.limit)), mean(scores.slice(this.limit))];
+    const within = [this.known[0], ...this.known.slice(this.known.length - this.limit + 1)];
+    this.surprise = [];
+    for (const prompt of [within, this.known]) {
+      const found = await api.post("v1/completions", { model: this.model.id, prompt, max_tokens: 0, echo: true, logprobs: 0 }, { signal });
+      this.surprise.push(-mean(found.choices[0].logprobs.token_logprobs.slice(-RACE_READ)));
+    }
   }
 
-  refuse(reason) {
-    this.refused = reason;
-    fill(this.state, "refuses");
+  skip(state, why) {
+    this.skipped = true;
+    fill(this.state, state);
     this.node.classList.add("refused");
-    fill(this.text, `Refused: ${reason}`);
+    fill(this.text, why);
   }
 
   // What the server counted.
@@ -167,27 +174,27 @@ class Lane {
     this.dropped = grown("context_shift_tokens_total", { ...labels, fate: "dropped" });
     this.rows.rewritten.set(this.rewritten, format.count(this.rewritten));
     this.rows.beyond.set(this.beyond, format.count(this.beyond));
-    if (this.refused !== null) return;
+    if (this.skipped) return;
     fill(this.state, this.verdict());
     if (this.past) this.node.append(element("p", { class: "note" }, this.findings()));
   }
 
   get breaks() {
-    return this.text_surprise !== undefined && this.text_surprise[1] - this.text_surprise[0] > RACE_HOLDS;
+    return this.surprise !== undefined && this.surprise[1] - this.surprise[0] > RACE_HOLDS;
   }
 
   verdict() {
     if (!this.past) return "";
-    if (this.text_surprise !== undefined) return this.breaks ? "breaks" : "holds";
+    if (this.surprise !== undefined) return this.breaks ? "breaks" : "holds";
     return this.rewritten ? "goes on, keys turned" : "goes on, nothing moved";
   }
 
   findings() {
     const parts = [];
     if (this.dropped) parts.push(figure(`${format.count(this.dropped)} tokens`, "/metrics: ropewalk_context_shift_tokens_total, fate dropped"), " were dropped and the rest renumbered. ");
-    if (this.text_surprise !== undefined) {
-      parts.push("Surprise at a known text: ", figure(`${format.number(this.text_surprise[0])} → ${format.number(this.text_surprise[1])} nats per token`,
-        `/v1/completions with echo: minus the mean of logprobs.token_logprobs, over ${RACE_AFTER} tokens before and after the limit; a rise above ${RACE_HOLDS} is called breaking`), ". ");
+    if (this.surprise !== undefined) {
+      parts.push(`Surprise at ${RACE_READ} known tokens, within the trained length and past it: `, figure(`${this.surprise.map((each) => each.toFixed(2)).join(" → ")} nats per token`,
+        `/v1/completions with echo: minus the mean of logprobs.token_logprobs of the same tokens, after fewer and after more tokens of the same text; a rise above ${RACE_HOLDS} is called breaking`), ".");
     }
     return parts;
   }
@@ -235,11 +242,11 @@ function usualVerdict(lanes) {
 
 function pastVerdict(lanes) {
   const refused = lanes.filter((lane) => lane.refused !== null);
-  const rest = lanes.filter((lane) => lane.refused === null);
+  const rest = lanes.filter((lane) => !lane.skipped);
   const turned = rest.filter(({ rewritten }) => rewritten > 0);
   const shifted = rest.filter(({ dropped, rewritten }) => dropped > 0 && rewritten === 0);
   const broken = rest.filter(({ breaks }) => breaks);
-  const held = rest.filter((lane) => lane.text_surprise !== undefined && !lane.breaks);
+  const held = rest.filter((lane) => lane.surprise !== undefined && !lane.breaks);
   const parts = [];
   if (turned.length) parts.push(`${listed(turned)}: the context was full, and to renumber the rest every stored key was turned.`);
   if (shifted.length) parts.push(`${listed(shifted)}: renumbered too, but no key was touched, since none holds its position.`);

@@ -3,8 +3,9 @@
 // A visit is {version, hash, size, acts, calls}. acts are what was pressed and set, by the data-act
 // of the control: {at, act, value}; calls are what the server was asked and answered: {at, method,
 // path, body, after, answer | refused | events}. Times are milliseconds, `after` and those of
-// events from the call's own beginning. No key is in it. In a replay the controls are worked again
-// and the same requests get the same answers at the same times.
+// events from the call's own beginning; answers and events are packed (below). No key is in it. In
+// a replay the controls are worked again, and the same requests get the same answers after the same
+// time.
 
 const VISIT = 1; // the version of the format
 const PATIENCE = 10000; // ms: how long a replay waits for a control that is not there yet
@@ -42,11 +43,9 @@ class Recorder {
     const call = this.#call(method, path, body);
     call.events = [];
     call.open = true; // until the server ends it
-    let last = "";
     try {
       for await (const event of this.source.events(method, path, body, options)) {
-        call.events.push([Math.round((event.at - this.began - call.at) * 10) / 10, ...folded(event.data, last)]);
-        last = event.data;
+        call.events.push([Math.round((event.at - this.began - call.at) * 10) / 10, parsed(event.data)]);
         if (event.data === "[DONE]") call.open = false;
         yield event;
       }
@@ -61,18 +60,17 @@ class Recorder {
 
   // The bar from which the visit is saved.
   begin(bar) {
-    const size = element("span", {});
-    const tick = () => fill(size, `${format.count(this.#since(0) / 1000)} s, ${format.short(this.text().length, "B")}`);
-    setInterval(tick, 1000);
-    tick();
-    fill(bar, element("p", { class: "visit-bar" }, element("strong", {}, "● Recording"), " ", size, " ",
+    const time = element("span", {});
+    setInterval(() => fill(time, `${format.count(this.#since(0) / 1000)} s`), 1000);
+    fill(bar, element("p", { class: "visit-bar" }, element("strong", {}, "● Recording"), " ", time, " ",
       element("button", { type: "button", click: () => this.save() }, "Save the visit"),
       element("span", { class: "note" }, " What you type and what models answer will be in the file; your key will not.")));
   }
 
   text() {
-    const { acts, calls } = this;
-    return JSON.stringify({ version: VISIT, hash: this.first, size: [innerWidth, innerHeight], lasts: this.#since(0), acts, calls });
+    return JSON.stringify({
+      version: VISIT, hash: this.first, size: [innerWidth, innerHeight], lasts: this.#since(0), acts: this.acts, calls: packed(this.calls),
+    });
   }
 
   save() {
@@ -113,20 +111,56 @@ function parsed(text) {
   }
 }
 
-// An event as what differs from the one before it: how many characters begin and end alike, and
-// what is between.
-function folded(text, before) {
-  const most = Math.min(text.length, before.length);
-  let start = 0;
-  while (start < most && text[start] === before[start]) start++;
-  let end = 0;
-  while (end < most - start && text.at(-1 - end) === before.at(-1 - end)) end++;
-  return [start, end, text.slice(start, text.length - end)];
+const asText = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+
+// What leads from one value of JSON to another: [value] in place of it, or for objects and lists
+// with the same names, an object of what leads on in those that differ. changed() is its inverse.
+function difference(before, after) {
+  if (!isNode(before) || !isNode(after) || Array.isArray(before) !== Array.isArray(after)) return [after];
+  const names = Object.keys(after);
+  if (String(names) !== String(Object.keys(before))) return [after];
+  return Object.fromEntries(names.filter((name) => JSON.stringify(before[name]) !== JSON.stringify(after[name])).map((name) => [name, difference(before[name], after[name])]));
 }
 
-function unfolded(start, end, between, before) {
-  return before.slice(0, start) + between + before.slice(before.length - end);
+function changed(before, by) {
+  if (Array.isArray(by)) return by[0];
+  const after = Array.isArray(before) ? [...before] : { ...before };
+  for (const [name, each] of Object.entries(by)) after[name] = changed(before[name], each);
+  return after;
 }
+
+// Calls in which an answer or an event is what differs from the one before it: that of the same
+// path, or of the same stream. unpacked() is its inverse.
+function packed(calls) {
+  return resolved(calls, (before, value) => [difference(before, value), value]);
+}
+
+function unpacked(calls) {
+  return resolved(calls, (before, by) => Array(2).fill(changed(before, by)));
+}
+
+// step: what came before and what is there → [what is put in its place, what came before the next].
+function resolved(calls, step) {
+  const answers = new Map();
+  return calls.map((call) => {
+    const made = { ...call };
+    if (call.answer !== undefined) {
+      const same = `${call.method} ${call.path}`;
+      const [put, kept] = step(answers.get(same) ?? null, call.answer);
+      made.answer = put;
+      answers.set(same, kept);
+    }
+    let last = null;
+    made.events = call.events?.map(([ms, data]) => {
+      const [put, kept] = step(last, data);
+      last = kept;
+      return [ms, put];
+    });
+    return made;
+  });
+}
+
+const isNode = (value) => typeof value === "object" && value !== null;
 
 // ---------------------------------------------------------------------------------------- replay
 
@@ -180,7 +214,7 @@ class Clock {
 // A source that answers from a visit, and works its controls.
 class Replay {
   constructor(visit) {
-    Object.assign(this, { visit, hash: visit.hash, clock: new Clock(), used: new Map() });
+    Object.assign(this, { visit: { ...visit, calls: unpacked(visit.calls) }, hash: visit.hash, clock: new Clock(), used: new Map() });
   }
 
   now() {
@@ -191,17 +225,15 @@ class Replay {
     const call = this.#find(method, path, body);
     await this.clock.until(this.now() + call.after, signal);
     if (call.refused) throw new ApiError(call.refused.status, call.refused);
-    return typeof call.answer === "string" ? call.answer : JSON.stringify(call.answer);
+    return asText(call.answer);
   }
 
   async *events(method, path, body, { signal } = {}) {
     const call = this.#find(method, path, body);
     const began = this.now();
-    let last = "";
-    for (const [ms, ...change] of call.events ?? []) {
-      last = unfolded(...change, last);
+    for (const [ms, data] of call.events ?? []) {
       await this.clock.until(began + ms, signal);
-      yield { at: began + ms, data: last };
+      yield { at: began + ms, data: asText(data) };
     }
     await this.clock.until(began + (call.open ? Infinity : call.after), signal);
     if (call.refused) throw new ApiError(call.refused.status, call.refused);

@@ -69,7 +69,7 @@ class Contexts:
     def require_possible(self, request: Request) -> None:
         """Raises InvalidField or a subclass for one that can never be stored, or not as asked."""
         begins = request.origin.tokens if request.appends and request.origin else ()
-        if len(request.tokens) == len(begins):
+        if len(request.tokens) <= len(begins):
             raise InvalidField("The prompt has no tokens; send at least one.", "prompt")
         check_length(
             len(request.tokens),

@@ -192,6 +192,7 @@ def test_every_loopback_address_is_closed_to_other_names(host, name) -> None:
         (["--host", "0.0.0.0"], False),
         (["--uds", "/run/s"], False),
         (["--api-key", "k"], False),
+        (["--allowed-host", "a.example"], False),
         (["--api-key", "k", "--operator-routes", "on"], True),
         (["--operator-routes", "off"], False),
     ],

@@ -167,6 +167,7 @@ def test_a_prompt_is_kept_and_shared(server):
     assert (kept["tokens"], kept["computed_tokens"], len(kept["blocks"])) == (100, 100, 7)
     assert kept["bases"] == [SIZE * n for n in range(7)]
     assert kept["checksums"][6] is None and len(set(kept["checksums"][:6])) == 6
+    assert server.keep(whole, cache_salt="apart")["cached_tokens"] == 0
     more = server.keep(whole[:70] + text(9, 5))
     assert more["cached_tokens"] == 64
     assert more["blocks"][:4] == kept["blocks"][:4]
@@ -223,6 +224,13 @@ def test_a_fork_answers_like_the_whole_prompt(server):
     assert done["happened"]["copied_entries"] == 8 * server.loaded.planner.entries_per_token
     expected = server.complete(whole[:40] + text(3, 8), cache_salt="apart").tokens
     assert server.complete(text(3, 8), sequence=fork["id"]).tokens == expected
+    child = server.keep(text(3, 8), parent=fork["id"])
+    assert (child["tokens"], child["cached_tokens"], child["blocks"][:2]) == (
+        43,
+        40,
+        fork["blocks"][:2],
+    )
+    assert server.complete("", sequence=child["id"]).tokens == expected
     assert server.get(kept)["checksums"] == kept["checksums"]
 
 
