@@ -176,7 +176,7 @@ class Looked:
         assert isinstance(attend, Attend) and attend.encoding is not None
         self.op, self.encoding = attend, attend.encoding
         self.whole = program.encoder_encoding or program.encoding
-        self.config, self.layer = program.config, layer
+        self.config = program.config
         self.reference = ReferenceAttention(spec_of(attend, program))
         size = served.block_size
         table = in_order(-(-len(tokens) // size), size)

@@ -11,7 +11,9 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import in_order, of_one
-from ropewalk.model.encodings.base import embeds, rotates
+from ropewalk.model.config import EncodingSpec
+from ropewalk.model.encodings.base import LinearBias, PositionVectors, embeds, rotates
+from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.scores import Looked, explain, layers_of, program_of
 from ropewalk.model.layers.executor import Pass, TorchExecutor
 from ropewalk.model.loading.checkpoints import InUse, open_checkpoint
@@ -19,7 +21,7 @@ from ropewalk.model.program import Attend, quantized
 from tests.model import checkpoints, encoder_decoders
 from tests.model.families import FAMILIES
 from tests.model.test_parity import drawn
-from tests.model.tiny import ENCODINGS, tiny
+from tests.model.tiny import ENCODINGS, ROPE, tiny
 from tests.model.tiny import program_of as program_in
 
 CPU = torch.device("cpu")
@@ -52,7 +54,7 @@ def assert_explained(seen, query, key, found, values, tolerance, turned=2e-4):
     made = torch.einsum("hk,khd->hd", seen.weights, values)
     torch.testing.assert_close(made, found[query].float(), atol=tolerance, rtol=tolerance)
     if seen.content is None:
-        assert seen.why_not and seen.kind == "embedding"
+        assert seen.why_not and seen.kind in ("embedding", "several")
     else:
         assert seen.why_not is None
         largest = float(seen.scores.abs().max())
@@ -94,6 +96,29 @@ def test_scores_of_every_encoding(name):
             if biased:
                 by = dict(zip(seen.distances.tolist(), seen.curve.t(), strict=True))
                 assert torch.equal(by[query - key], seen.position[:, key])
+
+
+class Biased(RoPE):
+    def score_bias(self):
+        return LinearBias(2.0 ** -torch.arange(6.0))
+
+
+class Placed(RoPE):
+    def vectors(self):
+        return PositionVectors(torch.ones(256, 24))
+
+
+@pytest.mark.parametrize("kind", [Biased, Placed])
+def test_an_encoding_that_does_several_things(kind, monkeypatch):
+    """A turn and a bias add up; what a turn makes of positions in embeddings has no parts."""
+    monkeypatch.setitem(ENCODINGS, "several", EncodingSpec(f"{__name__}:{kind.__name__}", ROPE))
+    program = program_in(tiny("several"))
+    use = InUse(None, 256, torch.float64, torch.float64, None, SIZE)
+    found, values = attended(program, 0, TOKENS, torch.float64)
+    seen = Looked(program, program.ops, 0, TOKENS, use).explanation(36, 3)
+    assert_explained(seen, 36, 3, found, values, 1e-5)
+    assert seen.kind == "several" and seen.pairs
+    assert (seen.content is None) == (kind is Placed) == bool(seen.why_not)
 
 
 def test_what_a_position_adds_where_it_is_added_to_the_embedding():
