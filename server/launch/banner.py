@@ -45,11 +45,12 @@ def banner(
     uds: Path | None = None,
     certificate: Path | None = None,
     others: Sequence[str] = (),
+    explorer: bool = False,
 ) -> str:
     """Boxed facts and, outside the box so that it can be copied, a curl line. No final newline.
 
     `others` are names of models that may be loaded later. `uds` is the Unix socket that the server
-    listens on instead of at `url`.
+    listens on instead of at `url`. `explorer`: whether it shows browsers a page.
     """
     flags = ""
     if uds is not None:
@@ -64,6 +65,7 @@ def banner(
         rows += [*_model_rows(model), None]
     rows += [("not loaded", name) for name in others]
     rows += [("socket", str(uds))] if uds is not None else []
+    rows += [("explorer", f"{url}/")] if explorer and uds is None else []
     rows += [
         ("completions", f"{url}/v1/completions"),
         ("chat", f"{url}/v1/chat/completions"),

@@ -564,6 +564,7 @@ def _announce(config: ServerConfig, models: Sequence[ModelFacts], url: str) -> N
         uds=config.uds,
         certificate=config.ssl_certfile,
         others=[source.name for source in config.others],
+        explorer=config.http.explorer,
     )
     try:
         print(text, flush=True)

@@ -25,7 +25,7 @@ FACTS = ModelFacts(
 URL = "http://127.0.0.1:8000"
 
 
-def printed(*facts: ModelFacts, url: str = URL, open_to_all: bool = True, **more: Path) -> str:
+def printed(*facts: ModelFacts, url: str = URL, open_to_all: bool = True, **more: Path | bool) -> str:
     return banner(facts, url=url, open_to_all=open_to_all, version="1.2.3", **more)
 
 
@@ -57,6 +57,12 @@ def test_the_frame_of_keys_is_said_when_attention_turns_them() -> None:
 def test_rounded_weights_are_said() -> None:
     said = printed(dataclasses.replace(FACTS, quantize="int8"))
     assert "cpu, bfloat16 with int8 weights, cpu attention" in said
+
+
+def test_a_page_for_browsers_is_named_where_they_can_open_it() -> None:
+    assert f"{URL}/ " in printed(FACTS, explorer=True)
+    assert "explorer" not in printed(FACTS)
+    assert "explorer" not in printed(FACTS, explorer=True, uds=Path("/run/ropewalk"))
 
 
 def test_it_is_a_box() -> None:
