@@ -25,7 +25,9 @@ FACTS = ModelFacts(
 URL = "http://127.0.0.1:8000"
 
 
-def printed(*facts: ModelFacts, url: str = URL, open_to_all: bool = True, **more: Path | bool) -> str:
+def printed(
+    *facts: ModelFacts, url: str = URL, open_to_all: bool = True, **more: Path | bool
+) -> str:
     return banner(facts, url=url, open_to_all=open_to_all, version="1.2.3", **more)
 
 
