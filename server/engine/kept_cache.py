@@ -52,7 +52,6 @@ class KeptCache:
 
     def views(self, client: str) -> list[KeptDetails]:
         """Those of one client, without checksums: to take them reads all that a block holds."""
-        self.sequences.expire()
         kept = (each for each in self.sequences.all() if each.client == client)
         return [self._seen(each, summed=False) for each in kept]
 

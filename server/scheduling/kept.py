@@ -129,11 +129,12 @@ class KeptSequences:
 
     def all(self) -> list[Kept]:
         """Least recently used first."""
+        self._expire()
         return [*self._kept.values()]
 
     def get(self, id_: str, client: str) -> Kept:
         """Raises SequenceNotFound and SequenceBusy. Asking for it is using it."""
-        self.expire()
+        self._expire()
         kept = self._kept.get(id_)
         self.require_unclaimed(id_)
         if kept is None or kept.client != client:
@@ -208,8 +209,9 @@ class KeptSequences:
         oldest = next((id_ for id_ in self._kept if id_ not in but), None)
         return oldest is not None and self.drop(oldest)
 
-    def expire(self) -> None:
-        """Drop those that were not used for long."""
+    def _expire(self) -> None:
+        """Drop those that were not used for long: seen to when one looks, as they give way anyway
+        to whoever needs their blocks."""
         while self._kept and self.expires_in(next(iter(self._kept.values()))) <= 0:
             self.give_way()
 

@@ -184,7 +184,6 @@ class Scheduler:
 
     def end_late(self) -> list[TokenEvent]:
         """End requests that wait for longer than the limit, without any of their prompts run."""
-        self.kept.expire()
         now, ends = self._clock(), []
         for request, error in self._queue.late(now):
             self._end(request, FinishReason.ABORT, now)
