@@ -205,7 +205,8 @@
     }
     const { rewritten_entries: keys, copied_entries: copied, bytes_moved: bytes, seconds } = happened;
     const work = keys
-      ? `${many(keys, "key")} turned and written again, ${format.bytes(bytes)} read and written, in ${format.seconds(seconds)}.`
+      ? `${many(keys, "key")} turned and written again, ${format.bytes(bytes)} read and written, in ${format.seconds(seconds)}.` +
+        (copied && operation !== "move_span" ? ` That is more than predicted: ${many(copied, "entry", "entries")} had to be copied first, as another sequence shares their blocks.` : "")
       : copied ? `${many(copied, "entry", "entries")} copied, no stored key changed, in ${format.seconds(seconds)}.`
         : `No stored key changed: only the list of blocks did, in ${format.seconds(seconds)}.`;
     return work + witness;
@@ -450,7 +451,7 @@
         const { first, count } = span();
         const name = nameOf(chosen.id);
         const what = { append: `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
-          `Selected: ${many(count / size(), "block")}, tokens ${first} to ${first + count - 1} of ${name}. Press two blocks to select another span.`;
+          `Selected: ${many(count / size(), "block")}, its tokens ${first + 1} to ${first + count} of ${name}. Press two blocks to select another span.`;
         refill(actions,
           element("h2", {}, "What would it cost to …"),
           chooser({ operation, pick: (name) => { operation = name; reset(); page.attempt(predict); } }),
@@ -549,7 +550,8 @@
 
       const brief = ({ operation, happened, before, after }) => operation === "append"
         ? `${many(after.tokens - before.tokens, "token")} more`
-        : `${many(happened.rewritten_entries, "key")} turned, ${format.bytes(happened.bytes_moved)}`;
+        : `${many(happened.rewritten_entries, "key")} turned, ${format.bytes(happened.bytes_moved)}` +
+          (happened.copied_entries && happened.rewritten_entries && operation !== "move_span" ? ", with copies of shared blocks" : "");
 
       async function watch(signal) {
         while (!signal.aborted) {

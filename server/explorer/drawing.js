@@ -70,9 +70,21 @@ function fact(caption, value, attributes = {}) {
   return element("div", { class: "fact", ...attributes }, element("dt", {}, caption), element("dd", {}, value));
 }
 
-// A button. act: its name in recordings of visits, unique on the page.
+const atWork = new Set(); // names of buttons whose work goes on
+
+// A button. act: its name in recordings of visits, unique on the page. pressed: its work, perhaps a
+// promise of it; until that is settled, pressing it again does nothing.
 function button(text, act, pressed, attributes = {}) {
-  return element("button", { type: "button", "data-act": act, click: pressed, ...attributes }, text);
+  const click = async () => {
+    if (atWork.has(act)) return;
+    atWork.add(act);
+    try {
+      await pressed();
+    } finally {
+      atWork.delete(act);
+    }
+  };
+  return element("button", { type: "button", "data-act": act, click, ...attributes }, text);
 }
 
 // A labelled control.

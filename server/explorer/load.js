@@ -49,6 +49,7 @@ class Load {
   start() {
     return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
       const chosen = [...this.models.querySelectorAll("input:checked")].map((box) => box.value);
+      if (!chosen.length) return this.page.say("No model is ticked; tick at least one.", true);
       const bounded = (input, most) => Math.min(Math.max(1, Math.round(Number(input.value)) || 1), most);
       const [concurrent, seconds, tokens] = [bounded(this.concurrent, LOAD_CONCURRENT), bounded(this.seconds, LOAD_SECONDS), bounded(this.tokens, 256)];
       const rows = chosen.map((id) => new LoadRow(this.page.models.find((model) => model.id === id)));

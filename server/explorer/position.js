@@ -16,7 +16,7 @@
         "position: fast pairs first, slow pairs last. The score only sees the angle between the hands.",
       append: "The query is a later token now, and its hands are elsewhere. The key's hands have not moved, because " +
         "their angle is the key's own position, whatever comes later. So appending changes nothing that is stored.",
-      move: "The key has been given an earlier position, as when text before it is dropped. Its stored hands (dashed) are now wrong: " +
+      move: "The key has been given an earlier position, as when text before it is dropped. The hands that are stored (dashed) are now wrong, and those at the new position (solid) have to replace them: " +
         "every pair of every such key must be turned and written again. This is what makes moving expensive.",
     },
     bias: {
@@ -238,7 +238,8 @@
         const turned = found.pairs?.[0]?.heads && found.key === key ? turnedApart(found.pairs, far) : null;
         const bias = found.bias ? nearby(found.bias, far) : turned;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
-        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
+        const still = grown || moved ? " (The sentence above, the table and the lower picture stay as they were.)" : "";
+        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"] + still;
         refill(body,
           strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
@@ -267,7 +268,7 @@
         const added = ({ frequency, heads }) => (heads && found.key === key ? heads[head].magnitude * Math.cos(distance * frequency + heads[head].phase) : null);
         const most = Math.max(...found.pairs.map((pair) => Math.abs(added(pair) ?? 0)));
         return element("div", {},
-          element("ul", { class: "legend" }, [["query", "the query's hand, turned for this step and not stored"], ["key", "the key's hand, as it is stored"], ["stored", "where the stored hand was before the move"]]
+          element("ul", { class: "legend" }, [["query", "the query's hand, turned for this step and not stored"], ["key", moved ? "the key's hand at its new position" : "the key's hand, as it is stored"], ["stored", "the key's hand as it is still stored"]]
             .filter(([kind]) => kind !== "stored" || moved).map(([kind, meaning]) => element("li", {},
               svg("svg", { width: 26, height: 12, class: "clock", "aria-hidden": true }, svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, class: `hand ${kind}` }),
                 kind === "query" ? svg("circle", { cx: 22, cy: 6, r: 3.5, class: "tip query" }) : kind === "key" ? svg("rect", { x: 19, y: 3, width: 6, height: 6, class: "tip key" }) : null),

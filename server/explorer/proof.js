@@ -76,7 +76,7 @@
     return element("article", { class: "lane", "data-model": model, "data-arm": arm, "data-equal": all ? String(changed === 0) : null },
       element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, ` ${model}`)),
       error ? element("p", { class: "refused" }, error) : blocks ? strip(blocks) : null,
-      said ? element("p", { class: all && !changed && !wrong ? "holds" : "fails" }, said) : null,
+      said ? element("p", { class: !all && !wrong ? "note" : changed || wrong ? "fails" : "holds" }, said) : null,
       blocks && all ? checksumTable(blocks) : null);
   }
 

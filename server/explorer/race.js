@@ -58,6 +58,7 @@ class Race {
     return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
       const { api, models } = this.page;
       const chosen = [...this.models.querySelectorAll("input:checked")].slice(0, RACE_LANES).map((box) => box.value);
+      if (!chosen.length) return this.page.say("No lane is ticked; tick at least one.", true);
       const lanes = chosen.map((id) => new Lane(models.find((model) => model.id === id), past));
       fill(this.lanes, lanes.map((lane) => lane.node));
       fill(this.verdict, past ? "Reading a long text first, up to the limit…" : "");
@@ -173,7 +174,7 @@ class Lane {
     this.beyond = grown("extrapolated_tokens_total", labels);
     this.dropped = grown("context_shift_tokens_total", { ...labels, fate: "dropped" });
     this.rows.rewritten.set(this.rewritten, format.count(this.rewritten));
-    this.rows.beyond.set(this.beyond, format.count(this.beyond));
+    this.rows.beyond.set(this.beyond, this.dropped ? `${format.count(this.beyond)}, as it was renumbered` : format.count(this.beyond));
     if (this.skipped) return;
     fill(this.state, this.verdict());
     if (this.past) this.node.append(element("p", { class: "note" }, this.findings()));
@@ -186,12 +187,12 @@ class Lane {
   verdict() {
     if (!this.past) return "";
     if (this.surprise !== undefined) return this.breaks ? "breaks" : "holds";
-    return this.rewritten ? "goes on, keys turned" : "goes on, nothing moved";
+    return this.rewritten ? "goes on, keys turned" : "goes on, no stored key touched";
   }
 
   findings() {
     const parts = [];
-    if (this.dropped) parts.push(figure(`${format.count(this.dropped)} tokens`, "/metrics: ropewalk_context_shift_tokens_total, fate dropped"), " were dropped and the rest renumbered. ");
+    if (this.dropped) parts.push(figure(`${format.count(this.dropped)} tokens`, "/metrics: ropewalk_context_shift_tokens_total, fate dropped"), " in the middle were dropped, and the rest got lower positions: so none lies past the trained length. ");
     if (this.surprise !== undefined) {
       parts.push(`Surprise at ${RACE_READ} known tokens, within the trained length and past it: `, figure(`${this.surprise.map((each) => each.toFixed(2)).join(" → ")} nats per token`,
         `/v1/completions with echo: minus the mean of logprobs.token_logprobs of the same tokens, after fewer and after more tokens of the same text; a rise above ${RACE_HOLDS} is called breaking`), ".");

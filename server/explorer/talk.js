@@ -30,7 +30,7 @@ class Talk {
     this.rows = element("div", { class: "talk-runs" });
     this.detail = element("aside", { class: "talk-detail", "aria-live": "polite", "aria-label": "The token under the cursor" });
     fill(root,
-      field("What to go on from", this.prompt, { class: "field wide" }),
+      field("Text to be continued", this.prompt, { class: "field wide" }),
       element("div", { class: "row" }, field("Form", this.form), field("At most, tokens", this.tokens), field("Temperature", this.temperature), field("Seed", this.seed), this.go, this.halt),
       element("div", { class: "talk-body" }, this.rows, this.detail),
     );
@@ -71,6 +71,9 @@ class Talk {
           before = each.at;
         }
       }
+    } catch (error) {
+      if (!run.tokens.length && error.name !== "AbortError") run.node.whole.remove(); // refused
+      throw error;
     } finally {
       this.sum(run);
       if (run.tokens.length && (this.chosen === null || this.chosen.run !== run)) this.choose(run, run.ids.length - 1, false);
