@@ -105,6 +105,7 @@ function visible(text) {
 // Runs what takes a while: `node` says so to screen readers, and `halt`, if given, can be pressed
 // meanwhile. work: gets an AbortSignal, which `halt` aborts.
 async function busily(node, halt, work) {
+  if (node.getAttribute("aria-busy") === "true") return; // one at a time: there is one button to stop it
   const running = new AbortController();
   const stop = () => running.abort();
   node.setAttribute("aria-busy", "true");

@@ -238,7 +238,7 @@
         const turned = found.pairs?.[0]?.heads && found.key === key ? turnedApart(found.pairs, far) : null;
         const bias = found.bias ? nearby(found.bias, far) : turned;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
-        const still = grown || moved ? " (The sentence above, the table and the lower picture stay as they were.)" : "";
+        const still = (grown || moved) && (found.pairs || bias) ? " (The sentence above, the table and the lower picture are of the text as it is.)" : "";
         const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"] + still;
         refill(body,
           strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),

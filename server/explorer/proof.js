@@ -30,8 +30,8 @@
   function strip(blocks) {
     return element("ol", { class: "prints" }, blocks.map((block) => {
       const state = stateOf(block);
-      const told = `positions ${block.first} to ${block.last}: ${WORDS[state]}\\nbefore ${block.before}` +
-        (block.after ? `\\nafter ${block.after}` : "");
+      const told = `positions ${block.first} to ${block.last}: ${WORDS[state]}\nbefore ${block.before}` +
+        (block.after ? `\nafter ${block.after}` : "");
       return element("li", { class: state, tabindex: 0, "data-tip": told, "data-before": block.before, "data-after": block.after ?? null, "data-state": state },
         print(block.before),
         element("b", { "aria-hidden": true }, SIGNS[state]),
