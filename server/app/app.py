@@ -4,13 +4,13 @@ Is passed everything it uses: server/launch/build.py makes the models, the engin
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import NoReturn
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from ropewalk.model.catalogue import Place
@@ -118,7 +118,9 @@ def create_app(
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> NoReturn:
         meant = paths.meant(request.scope["path"])
-        raise _framework_error(error, None if meant is None else prefix + meant)
+        raise _framework_error(
+            error, _methods(routes, request.scope), None if meant is None else prefix + meant
+        )
 
     # Innermost first.
     app.add_middleware(BodyLimit, limit=_body_limit(models, options))
@@ -137,14 +139,21 @@ def create_app(
     return app
 
 
-def _framework_error(error: HTTPException, meant: str | None) -> ServeError:
+def _methods(routes: Sequence[Route], scope: Scope) -> set[str]:
+    """All that the path has: each route of a path knows its own ones only."""
+    return {
+        method
+        for route in routes
+        if route.matches(scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+
+
+def _framework_error(error: HTTPException, methods: set[str], meant: str | None) -> ServeError:
     if error.status_code == 405:
-        allowed = {method.strip() for method in (error.headers or {}).get("Allow", "").split(",")}
-        if "GET" in allowed:
-            allowed.add("HEAD")
         return MethodNotAllowed(
             "this method is not allowed for this path; see the Allow header",
-            ", ".join(sorted(allowed)),
+            ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set()))),
         )
     hint = "see the API in README.md" if meant is None else f"did you mean {quoted(meant)}?"
     return RouteNotFound(f"there is nothing at this path; {hint}")

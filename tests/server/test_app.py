@@ -769,6 +769,7 @@ def test_methods_that_are_allowed_are_named():
         ("POST", "/health", "GET, HEAD"),
         ("HEAD", "/v1/completions", "POST"),
         ("PUT", "/tokenize", "POST"),
+        ("PUT", "/v1/positions/audit", "GET, HEAD, POST"),
     ):
         response = ask(app, method, path, json={})
         assert (response.status_code, response.headers["allow"]) == (405, allowed)
