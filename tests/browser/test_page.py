@@ -156,6 +156,7 @@ def test_every_control_is_reached_by_keyboard(family, opened):
                 break
         assert wanted and set(wanted) <= reached, panel
     page.locator('nav a[href="#talk"]').press("Enter")
+    expect(page.locator("#panel-talk")).to_be_visible()  # what is hidden takes no focus
     page.locator(".cell[tabindex='0']").press("Home")
     expect(act(page, "talk-cell-1-0")).to_be_focused()
     page.keyboard.press("ArrowRight")
