@@ -236,7 +236,11 @@ def described(models: Models, name: str) -> dict[str, object]:
     }
     if served is None:
         return found
-    known = {"max_model_len": served.max_context, "encoding": served.encoding}
+    known = {
+        "max_model_len": served.max_context,
+        "encoding": served.encoding,
+        "chat": served.chat_template is not None,
+    }
     return {**served.details, **found, **known}
 
 

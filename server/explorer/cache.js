@@ -26,7 +26,6 @@
       does: "Drops the selected blocks and closes the gap: every later token moves to an earlier position.",
       why: MOVING,
       span: ({ first, count }) => ({ first, count }),
-      moves: true,
     },
     evict_keep: {
       title: "Evict",
@@ -39,8 +38,7 @@
       does: "Uses the selected blocks once more, at the end of another sequence and so at other positions.",
       why: MOVING,
       span: ({ first, count }) => ({ first, count }),
-      moves: true,
-      onto: true,
+      moves: "onto",
     },
     fork: {
       title: "Fork",
@@ -171,7 +169,7 @@
     const rows = plan.data.filter((row) => row === own || encodingOf(row) !== encodingOf(own));
     const most = Math.max(1, ...rows.map((row) => row.rewritten_entries ?? 0));
     return element("div", { class: "scroll" }, element("table", { class: "plan" },
-      element("caption", {}, "Predicted for every encoding, for a model of this shape"),
+      element("caption", {}, "Predicted for every encoding, for a model of this shape. Each token has a key for every layer and head"),
       element("thead", {}, element("tr", {},
         ["encoding", "stored keys to rewrite", "read and written", ""].map((name, i) =>
           element("th", { scope: "col", class: i === 2 ? "number" : null }, name)))),
@@ -306,7 +304,7 @@
       "which costs nothing, or the stored keys.",
     mount(root, page) {
       let view = null, chosen = null, operation = "evict_renumber", lit = [], plan = null, marked = new Map();
-      let happened = new Map(), told = "", watching = null;
+      let happened = new Map(), told = "", watching = null, onto = ""; // onto: a sequence's id, or "" for a fork
       const kept = new Map(); // id: the sequence as last answered, and the prompt that it was made of
       const size = () => view?.entry.block_size ?? 16;
       const names = new Map(); // id: a short name, in the order in which they were first seen
@@ -316,6 +314,28 @@
         return names.get(id);
       }
 
+      // What a page calls by other names than the server does.
+      function renamed(message) {
+        const titles = Object.entries(OPERATIONS).map(([name, { title }]) => [name, title]);
+        return titles.reduce((text, [name, title]) => text.replaceAll(name, title), message).replace(/\bseq-[0-9a-f]+/g, nameOf);
+      }
+
+      // One thing at a time: meanwhile no other can be started, and the selection stays as it is.
+      async function alone(work) {
+        if (root.inert) return;
+        const act = document.activeElement?.dataset.act;
+        root.inert = true;
+        try {
+          await page.attempt(() => work().catch((error) => {
+            if (error instanceof ApiError) error.message = renamed(error.message);
+            throw error;
+          }));
+        } finally {
+          root.inert = false;
+          if (act) root.querySelector(`[data-act="${CSS.escape(act)}"]:enabled`)?.focus({ preventScroll: true });
+        }
+      }
+
       const facts = element("dl", { class: "ledger" });
       const pool = element("div", { class: "pool-holder" });
       const readout = element("p", { class: "note readout" });
@@ -323,11 +343,13 @@
       const text = element("textarea", { rows: 3, maxlength: 20000, "data-act": "cache-prompt", "aria-label": "Prompt to keep" });
       text.value = PROMPT;
       const actions = element("div", { class: "actions" });
+      const lifetime = element("p", { class: "note" }, "Everybody who sees this server's cache sees what is kept, until it is freed or has not been used for some minutes.");
       const marksLegend = legend();
       fill(root,
         element("div", { class: "row" },
           field("A prompt whose entries are to stay in the cache", text, { class: "field wide" }),
-          button("Keep it", "cache-keep", () => page.attempt(keep), { class: "main" })),
+          button("Keep it", "cache-keep", () => alone(keep), { class: "main" })),
+        lifetime,
         tables,
         element("p", { class: "note" }, "A box is a block of tokens: above, the position of its first token; below, its number in the cache. ×2: two sequences share it. ↻: its keys were turned and written again. Point at one to see it everywhere."),
         actions,
@@ -407,7 +429,7 @@
             if (was !== sequence) grow(drawn, sequence, size());
             continue;
           }
-          const table = drawTable({ sequence, name: nameOf(sequence.id), size: size(), shared: view.shared, chosen, marked: marked.get(sequence.id), press, free });
+          const table = drawTable({ sequence, name: nameOf(sequence.id), size: size(), shared: view.shared, chosen, marked: marked.get(sequence.id), press, free: (id) => alone(() => free(id)) });
           if (drawn) replace(drawn, table);
           else holder.prepend(table);
         }
@@ -422,7 +444,7 @@
         chosen = more ? { id, first: Math.min(i, chosen.first), last: Math.max(i, chosen.last) } : { id, first: i, last: i };
         reset();
         drawTables();
-        page.attempt(predict);
+        alone(predict);
       }
 
       function reset() {
@@ -439,34 +461,52 @@
           return drawActions();
         }
         const tokens = view.sequences.get(chosen.id).computed_tokens;
-        const { span: fields, onto } = OPERATIONS[operation];
-        const target = onto ? targets()[0]?.computed_tokens ?? size() : null;
-        plan = await page.api.post("v1/cache/plan", { model: page.model.id, operation, tokens, ...fields(span()), ...(onto ? { offset: target } : {}) });
+        const { span: fields, moves } = OPERATIONS[operation];
+        if (!targets().some(({ id }) => id === onto)) onto = targets()[0]?.id ?? "";
+        const offset = view.sequences.get(onto)?.computed_tokens ?? size();
+        plan = await page.api.post("v1/cache/plan", { model: page.model.id, operation, tokens, ...fields(span()), ...(moves === "onto" ? { offset } : {}) });
         drawActions();
       }
 
       function drawActions() {
-        if (!chosen || !plan) return fill(actions);
-        const { title, does, why, act, onto } = OPERATIONS[operation];
+        const result = element("p", { class: "told", role: "status", "data-told": operation }, told);
+        if (!chosen || !plan) return refill(actions, told ? [result, element("p", { class: "note" }, "No full block is left in it to do more with.")] : null);
+        const { title, does, why, act, moves } = OPERATIONS[operation];
         const { first, count } = span();
         const name = nameOf(chosen.id);
+        const { bases = [] } = view.sequences.get(chosen.id) ?? {};
         const what = { append: `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
-          `Selected: ${many(count / size(), "block")}, its tokens ${first + 1} to ${first + count} of ${name}. Press two blocks to select another span.`;
+          `Selected: ${many(count / size(), "block")} of ${name}, at positions ${bases[chosen.first]} to ${bases[chosen.last] + size() - 1}. Press two blocks to select another span.`;
         refill(actions,
           element("h2", {}, "What would it cost to …"),
-          chooser({ operation, pick: (name) => { operation = name; reset(); page.attempt(predict); } }),
+          chooser({ operation, pick: (name) => { operation = name; reset(); alone(predict); } }),
           element("p", { class: "why" }, does, " ", why, element("span", { class: "note" }, ` ${what}`)),
           planTable(plan, happened),
           element("div", { class: "row" },
-            button(act ? `${title} ${act().count} tokens` : onto || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => page.attempt(operate), { class: "main" }),
-            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "cache-all", () => page.attempt(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
-          element("p", { class: "told", role: "status", "data-told": operation }, told));
+            moves === "onto" ? ontoChooser() : null,
+            button(act ? `${title} ${act().count} tokens` : moves === "onto" || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => alone(operate), { class: "main" }),
+            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "cache-all", () => alone(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
+          result);
+      }
+
+      // Where moved blocks are to go on: after the last token of which sequence.
+      function ontoChooser() {
+        const options = targets().map(({ id, computed_tokens: tokens }) => [id, `${nameOf(id)}, from position ${tokens} on`]);
+        const picker = select("cache-onto", [...options, ["", `a fork of its first block, from position ${size()} on`]], { change: () => {
+          onto = picker.value;
+          reset();
+          alone(predict);
+        } });
+        picker.value = onto;
+        return field("Onto the end of", picker);
       }
 
       async function keep() {
         const prompt = text.value;
         const sequence = await page.api.post("v1/cache/sequences", { model: page.model.id, prompt });
         kept.set(sequence.id, { ...sequence, prompt });
+        fill(lifetime, "Everybody who sees this server's cache sees what is kept, until it is freed or has not been used for ",
+          figure(`${format.number(sequence.expires_in / 60)} minutes`, "/v1/cache/sequences: expires_in, right after keeping"), ".");
         const full = Math.floor(sequence.computed_tokens / size());
         chosen = full ? { id: sequence.id, first: Math.min(2, full - 1), last: Math.min(3, full - 1) } : null;
         reset();
@@ -485,23 +525,25 @@
       }
 
       async function free(id) {
-        await page.attempt(() => page.api.remove(`v1/cache/sequences/${id}`));
-        if (chosen?.id === id) chosen = plan = null;
+        await page.api.remove(`v1/cache/sequences/${id}`);
+        if (chosen?.id === id) {
+          chosen = plan = null;
+          reset();
+        }
         drawActions();
       }
 
       // Does the chosen operation to a kept sequence of a model; a refusal for the encoding's sake is
       // an answer, too.
       async function apply(id, model) {
-        const { span: fields, act, onto } = OPERATIONS[operation];
-        let target = null;
-        if (onto) target = model === page.model.id ? targets()[0]?.id ?? null : null;
-        if (onto && !target) {
+        const { span: fields, act, moves } = OPERATIONS[operation];
+        let target = model === page.model.id && id === chosen.id ? onto : "";
+        if (moves === "onto" && !target) {
           const forked = await page.api.post(`v1/cache/sequences/${id}/operations`, { operation: "fork", count: size() });
           target = forked.after.id;
         }
         try {
-          const body = { operation, ...fields(span()), ...act?.(), ...(onto ? { onto: target } : {}) };
+          const body = { operation, ...fields(span()), ...act?.(), ...(moves === "onto" ? { onto: target } : {}) };
           return { target, answer: await page.api.post(`v1/cache/sequences/${id}/operations`, body) };
         } catch (error) {
           if (error.code !== "impossible_operation") throw error;
@@ -530,7 +572,7 @@
         await appeared(after.id, after.blocks);
         drawTables();
         const full = Math.floor((view.sequences.get(id)?.computed_tokens ?? 0) / size());
-        if (operation.startsWith("evict")) chosen = full > chosen.first ? { id, first: chosen.first, last: Math.min(chosen.last, full - 1) } : null;
+        if (operation.startsWith("evict")) chosen = full ? { id, first: Math.min(chosen.first, full - 1), last: Math.min(chosen.last, full - 1) } : null;
         drawActions();
       }
 
@@ -564,6 +606,7 @@
               if (data.pool) drawAgain();
               if (chosen && !view.sequences.has(chosen.id)) {
                 [chosen, plan] = [null, null];
+                reset();
                 drawActions();
               }
             }

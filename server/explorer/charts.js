@@ -18,6 +18,8 @@ function fitted(holder, draw) {
   return again;
 }
 
+const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
+
 // Puts children in place of what a node has; the focus stays on the control of the same name.
 function refill(node, ...children) {
   const act = node.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
@@ -44,7 +46,7 @@ function axes({ x, y, left, right, top, bottom, xTitle, yTitle }) {
   const line = (value) => svg("line", { x1: left, x2: right, y1: y(value), y2: y(value), class: value === 0 ? "zero" : "hair" });
   return svg("g", { class: "axes" },
     y.ticks.map((value) => [line(value), svg("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, minus(value, y.digits))]),
-    x.ticks.map((value) => svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, format.count(Math.abs(value)))),
+    x.ticks.filter(Number.isInteger).map((value) => svg("text", { x: x(value), y: bottom + 16, "text-anchor": "middle" }, format.count(Math.abs(value)))),
     svg("text", { x: right, y: bottom + 32, "text-anchor": "end" }, xTitle),
     svg("text", { x: left, y: top - 10 }, yTitle),
   );

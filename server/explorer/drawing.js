@@ -73,18 +73,25 @@ function fact(caption, value, attributes = {}) {
 const atWork = new Set(); // names of buttons whose work goes on
 
 // A button. act: its name in recordings of visits, unique on the page. pressed: its work, perhaps a
-// promise of it; until that is settled, pressing it again does nothing.
+// promise of it; until that is settled, the button looks it and pressing it again does nothing.
+// It is not `disabled` meanwhile: that would take the focus from it.
 function button(text, act, pressed, attributes = {}) {
+  const show = (works) => {
+    for (const each of document.querySelectorAll(`[data-act="${CSS.escape(act)}"]`)) each.ariaDisabled = works ? "true" : null;
+  };
   const click = async () => {
     if (atWork.has(act)) return;
     atWork.add(act);
+    show(true);
     try {
       await pressed();
     } finally {
       atWork.delete(act);
+      show(false);
     }
   };
-  return element("button", { type: "button", "data-act": act, click, ...attributes }, text);
+  const works = atWork.has(act) ? "true" : null; // drawn anew while its work goes on
+  return element("button", { type: "button", "data-act": act, click, "aria-disabled": works, ...attributes }, text);
 }
 
 // A labelled control.

@@ -120,8 +120,27 @@ function showModels(page) {
       figure(model.encoding ?? "–", "/v1/models: encoding"), " · trained on ",
       figure(`${format.count(model.trained_context ?? model.max_model_len)} tokens`, "/v1/models: trained_context"), " · serves ",
       figure(format.count(model.max_model_len), "/v1/models: max_model_len, in tokens"),
+      element("br"), page.encodings[model.encoding]?.summary ?? "",
     ]);
   });
+}
+
+// What the panels' words mean: of one attention layer, as far as one needs it here.
+const WORDS = [
+  ["token", "a piece of text that the model reads or writes: a word, or a part of one"],
+  ["layer, head", "a model works in layers, one after another; in each, several heads look at the text side by side"],
+  ["query, key, value", "three lists of numbers that each head makes of a token: what it looks for, what it is found by, and what it hands on. Keys and values are stored in the cache, queries are not"],
+  ["score, attention", "a query times a key is a score: how well they match. Softmax turns a query's scores into shares that add up to 1, its attention; values are summed by them"],
+  ["content, position", "the parts of a score: what it would be without the encoding, and what the encoding adds"],
+  ["block", "the cache stores tokens by blocks, of 16 as a rule. A sequence is a list of blocks, and several may list the same one"],
+  ["turned", "RoPE multiplies pairs of a key's numbers by a rotation whose angle is the position: one can draw a pair as the hand of a clock"],
+  ["rewritten", "a stored key that was read, turned again and written back"],
+  ["sealed, verified", "the server takes a checksum of each full block (sealed), and compares it again and again (verified)"],
+];
+
+function showWords() {
+  return element("details", { class: "words" }, element("summary", { "data-act": "words" }, "What the words mean"),
+    element("dl", {}, WORDS.map(([word, meaning]) => [element("dt", {}, word), element("dd", {}, meaning)])));
 }
 
 function showTheme(tools) {
@@ -208,7 +227,7 @@ async function start() {
   });
   const source = await sourceOf(bar);
   const page = new Page(new Api(source));
-  fill(document.getElementById("foot"), element("p", {}, "Every number here comes from a public route, and says which. ",
+  fill(document.getElementById("foot"), showWords(), element("p", {}, "Every number here comes from a public route, and says which. ",
     element("a", { href: `${ROOT}docs` }, "API"), " · ", element("a", { href: `${ROOT}metrics` }, "metrics"), " · ",
     element("a", { href: "?record" }, "record a visit"), " · ", element("a", { href: "?replay" }, "replay one")));
   showModels(page);

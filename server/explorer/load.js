@@ -33,17 +33,18 @@ class Load {
     const head = (caption, tip, metric) => element("th", { scope: "col", class: "number" }, element("span", { tabindex: 0, "data-tip": tip }, caption),
       metric ? [element("br"), element("a", { href: `${ROOT}metrics`, class: "load-metric" }, `ropewalk_${metric}`)] : []);
     fill(root, this.models,
+      element("p", { class: "note" }, "A few seconds on a busy machine say little: where two encodings differ by less than two runs of one do, they do not differ."),
       element("div", { class: "row" },
         field(`Answers at a time, up to ${LOAD_CONCURRENT}`, this.concurrent), field(`Seconds in all, up to ${LOAD_SECONDS}`, this.seconds), field("Tokens of each answer", this.tokens), this.go, this.halt),
       element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Figures of the load" }, element("table", { class: "load-table" },
         element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Model"),
           head("Answers", "that were complete, counted by this page", "requests_total"),
           head("Tokens per second", "all that came, over the time from the first request to the last token", "generated_tokens_total"),
-          head("First token: median, 95 %", "from sending to the first token of each answer, measured by this page", "time_to_first_token_seconds"),
-          head("Between tokens: median, 95 %", "of one answer, measured by this page", "inter_token_latency_seconds"))),
+          head("First token: mean, median, 95 %", "from sending to the first token of each answer, measured by this page", "time_to_first_token_seconds"),
+          head("Between tokens: mean, median, 95 %", "of one answer, measured by this page", "inter_token_latency_seconds"))),
         this.table)),
       element("p", { class: "note" }, "Each cell has what this page measured and, below, what the server counted in the same seconds, other clients included. The page measures more: its own work and the way between them. ",
-        `Answers share ${LOAD_CONNECTIONS} connections. Prompts are of about 10 tokens. A few seconds on a busy machine say little: where two encodings differ by less than two runs of one do, they do not differ.`));
+        `Answers share ${LOAD_CONNECTIONS} connections. Prompts are of about 10 tokens.`));
   }
 
   start() {
@@ -102,7 +103,7 @@ class LoadRow {
 
   show(grown, seconds) {
     const server = (text) => (grown === null ? "" : element("div", { class: "load-server" }, text()));
-    const ms = (values) => `${format.number(quantile(values, 0.5))}, ${format.number(quantile(values, 0.95))} ms`;
+    const ms = (values) => `${[mean(values), quantile(values, 0.5), quantile(values, 0.95)].map(format.number).join(", ")} ms`;
     const average = (name) => `mean ${format.number((1000 * grown(`${name}_sum`)) / grown(`${name}_count`))} ms`;
     fill(this.cells[0], format.count(this.answers), server(() => format.count(grown("requests_total"))));
     fill(this.cells[1], `${format.number(this.rate)} /s`, element("div", {}, this.bar), server(() => `${format.number(grown("generated_tokens_total") / seconds)} /s`));

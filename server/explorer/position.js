@@ -5,7 +5,6 @@
   const TURN = 2 * Math.PI;
   const MOST_TOKENS = 256;
   const TEXT = "The king went down to the river, and the old king said unto the people of the river";
-  const NAMES = { score: "score", content: "content", position: "position", weights: "attention" };
 
   const percent = (share) => (share > 0 && share < 1e-4 ? "below 0.01 %" : format.percent(share));
 
@@ -151,16 +150,16 @@
   }
 
   // The two tokens in every head.
-  function headTable({ heads, key, head, pick }) {
-    const number = (each, name) => (each[name] ? (name === "weights" ? percent(each[name][key]) : minus(each[name][key])) : "–");
-    const columns = ["content", "position", "scores", "weights"];
+  function headTable({ pairs, key, head, pick }) {
+    const number = (value, name) => (value === null ? "–" : name === "weight" ? percent(value) : minus(value));
+    const columns = { content: "content", position: "position", score: "scores", weight: "weights" }; // as the answer calls them
     return element("table", { class: "numbers" },
       element("caption", {}, "These two tokens, in every head"),
       element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "head"),
-        columns.map((name) => element("th", { scope: "col", class: "number" }, NAMES[name] ?? "score")))),
-      element("tbody", {}, heads.map((each, i) => element("tr", { class: i === head ? "chosen" : null, "data-head": each.head },
+        ["content", "position", "score", "attention"].map((name) => element("th", { scope: "col", class: "number" }, name)))),
+      element("tbody", {}, pairs.map((each, i) => element("tr", { class: i === head ? "chosen" : null, "data-head": each.head },
         element("th", { scope: "row" }, button(String(each.head), `position-head-${each.head}`, () => pick(i), { "aria-pressed": String(i === head), "aria-label": `head ${each.head}` })),
-        columns.map((name) => element("td", { class: "number" }, figure(number(each, name), `/v1/positions/explain: heads[${i}].${name}[${key}]`, { "data-number": name })))))));
+        Object.entries(columns).map(([name, field]) => element("td", { class: "number" }, figure(number(each[name], name), `/v1/positions/explain: heads[${i}].${field}[${key}]`, { "data-number": field })))))));
   }
 
   // --------------------------------------------------------------------------------------- the panel
@@ -173,7 +172,7 @@
     mount(root, page) {
       let shown = null; // {found, query, key, head, grown, moved}: an explanation, and where one looks
       let showing = false;
-      const text = element("input", { type: "text", maxlength: 600, "data-act": "position-text", "aria-label": "Text" });
+      const text = element("input", { type: "text", maxlength: 4000, "data-act": "position-text", "aria-label": "Text" });
       const layer = element("input", { type: "number", min: 0, value: 0, "data-act": "position-layer" });
       text.value = TEXT;
       const body = element("div", {});
@@ -188,11 +187,13 @@
           element("button", { class: "main", "data-act": "position-show" }, "Show")),
         body);
 
+      let asked = 0; // how often: only the newest answer counts
       async function explain(query, ids = null) {
-        const input = ids ?? text.value;
+        const input = ids ?? text.value, mine = ++asked;
         const found = await page.api.post("v1/positions/explain", {
           model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }),
         });
+        if (mine !== asked) return;
         const key = shown?.key < found.query && shown.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2);
         shown = { found, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
         build();
@@ -220,13 +221,28 @@
         if (focus) body.querySelector(`.word[data-index="${shown.key}"]`)?.focus();
       }
 
-      const sentence = ({ found, query, key, head }) => {
-        const { content, position, scores, weights, terms } = found.heads[head];
+      // The two tokens in every head, at the places that somebody has tried for them: what the encoding
+      // adds at that distance, and the score with it. null: where it cannot be told from the distance.
+      function pairAt({ found, key, grown, moved }, curve, distance) {
+        return found.heads.map(({ head, content, position, scores, weights }, i) => {
+          const now = { head, content: content?.[key] ?? null, position: position?.[key] ?? null, score: scores[key], weight: weights[key] };
+          if (!grown && !moved) return now;
+          if (found.kind === "none") return { ...now, weight: null };
+          if (!curve || now.content === null) return { ...now, position: null, score: null, weight: null };
+          const added = curve.heads[i][nearest(curve.distances, distance)];
+          return { ...now, position: added, score: now.content + added, weight: null };
+        });
+      }
+
+      const sentence = ({ found, query, key, head, grown, moved }, pairs) => {
+        const { terms } = found.heads[head], { content, position, score, weight } = pairs[head];
         const word = (i) => `“${visible(found.tokens[i].text).replace(/^·/, "")}”`;
-        const split = position ? ` = content ${minus(content[key])} ${position[key] < 0 ? "−" : "+"} position ${Math.abs(position[key]).toFixed(2)}` : "";
-        const whose = terms ? ` Of the position's part, ${minus(terms.query[key])} comes of the query's vector, ${minus(terms.key[key])} of the key's, ${minus(terms.both[key])} of both together.` : "";
-        return `Query ${word(query)} at position ${query}, key ${word(key)} at ${key}, ${many(query - key, "token")} back: in head ${found.heads[head].head}, ` +
-          `score ${minus(scores[key])}${split}, ${percent(weights[key])} of the attention.${whose}`;
+        const places = `Query ${word(query)} at position ${query + grown}, key ${word(key)} at ${key - moved}, ${many(query + grown - key + moved, "token")} back`;
+        if (score === null) return `${places}.`;
+        const split = position === null ? "" : ` = content ${minus(content)} + position ${minus(position)}`;
+        const share = weight === null ? "" : `, ${percent(weight)} of the attention`;
+        const whose = terms && !grown && !moved ? ` Of the position's part, ${minus(terms.query[key])} comes of the query's vector, ${minus(terms.key[key])} of the key's, ${minus(terms.both[key])} of both together.` : "";
+        return `${places}: in head ${found.heads[head].head}, score ${minus(score)}${split}${share}.${whose}`;
       };
 
       // Where the two tokens are now, and whether somebody has tried what would happen.
@@ -238,12 +254,12 @@
         const turned = found.pairs?.[0]?.heads && found.key === key ? turnedApart(found.pairs, far) : null;
         const bias = found.bias ? nearby(found.bias, far) : turned;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
-        const still = (grown || moved) && (found.pairs || bias) ? " (The sentence above, the table and the lower picture are of the text as it is.)" : "";
-        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"] + still;
+        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
+        const pairs = pairAt(shown, bias, distance);
         refill(body,
           strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
-          element("p", { class: "told" }, sentence(shown)),
+          element("p", { class: "told" }, sentence(shown, pairs)),
           element("div", { class: "tries" },
             element("div", { class: "choices", role: "group", "aria-label": "What if" },
               button("As it is", "position-as-is", () => change({ grown: 0, moved: 0 }), { "aria-pressed": String(!grown && !moved) }),
@@ -257,8 +273,8 @@
                 element("p", { class: "note" }, found.bias ? "The same curve for all tokens; the thin ones are other heads'."
                   : "For this query and this key, at any distance; other tokens have other curves. The thin ones are other heads'.")] : null,
               element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
-              element("p", { class: "note" }, found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
-            headTable({ heads: found.heads, key, head, pick: (i) => change({ head: i }) })));
+              element("p", { class: "note" }, grown || moved ? "The text as it is, before anything was appended or moved. " : "", found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
+            headTable({ pairs, key, head, pick: (i) => change({ head: i }) })));
         fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
         if (bias) fitted(curve, (width) => biasChart(width, { bias, head, distance }));
       }

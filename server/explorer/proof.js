@@ -74,7 +74,7 @@
   function lane({ model, encoding, blocks, said, error, arm = null, wrong = false }) {
     const { all, changed } = tally(blocks ?? []);
     return element("article", { class: "lane", "data-model": model, "data-arm": arm, "data-equal": all ? String(changed === 0) : null },
-      element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, ` ${model}`)),
+      element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, arm === null || arm === "own" ? ` ${model}` : ` with the weights of ${model}`)),
       error ? element("p", { class: "refused" }, error) : blocks ? strip(blocks) : null,
       said ? element("p", { class: !all && !wrong ? "note" : changed || wrong ? "fails" : "holds" }, said) : null,
       blocks && all ? checksumTable(blocks) : null);
@@ -110,6 +110,7 @@
       const result = element("p", { class: "told", role: "status" }), movedResult = element("p", { class: "told", role: "status" });
       const counter = element("div", { class: "row steps" }), counted = element("div", { class: "lanes" });
       const arms = element("select", { "data-act": "proof-arm" });
+      const armNote = element("p", { class: "note" });
       let armsOf = null; // the model whose arms are listed
 
       // Runs `work` for each model in turn, so that one can follow; what one refuses is its own affair.
@@ -210,9 +211,17 @@
         if (!model || armsOf === model.id) return;
         const { data } = await page.api.get(`v1/positions/audit?model=${encodeURIComponent(model.id)}`);
         armsOf = model.id;
-        fill(arms, data.map(({ arm, note }) => element("option", { value: arm }, arm === "own" ? note : arm)));
+        fill(arms, data.map(({ arm, note }) => element("option", { value: arm, "data-note": note }, arm === "own" ? note : arm)));
         arms.value = data.some(({ arm }) => arm === COUNTER) ? COUNTER : "own";
+        noteArm();
       }
+
+      function noteArm() {
+        const { value, selectedOptions: [option] } = arms;
+        fill(armNote, value === "own" || option.dataset.note === "another encoding" ? "Here for comparison: its parameters are constants."
+          : `${value}: ${option.dataset.note}.`, " Only “dynamic” frequencies follow the length; all others should change nothing.");
+      }
+      arms.addEventListener("change", noteArm);
 
       // The chosen arm, below it the model's own encoding, for comparison.
       async function counterExample() {
@@ -250,7 +259,7 @@
           "The claim has a condition: that the encoding's parameters are constants. Published “dynamic” RoPE scaling lets its " +
           "frequencies follow the length of the text. Then every step past the trained length makes earlier keys wrong. A server must " +
           "turn all of them again, or answer with wrong ones; no model is served that way here, so this runs beside the server, in float64.",
-        ], counter, counted));
+        ], counter, armNote, counted));
       fill(counter, field("Append under", arms), button(`Append ${APPENDED} tokens`, "proof-counter", () => page.attempt(counterExample), { class: "main" }));
       showAppended();
       this.shown = () => page.attempt(listArms);

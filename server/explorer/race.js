@@ -51,6 +51,8 @@ class Race {
       element("div", { class: "row" }, field("At most, tokens", this.tokens), field("Temperature", this.temperature), field("Seed", this.seed), this.go, this.past, this.halt),
       page.models.length === 1 ? element("p", { class: "note" }, "This server has one model. ropewalk serve family has six that differ in nothing but their encoding.") : null,
       this.verdict, this.lanes,
+      element("p", { class: "note" }, "Positional work is what a new token's own position takes when it is computed, over a context of that length. It is done in every step, is small beside the rest of a step, and changes nothing that is stored. " +
+        "Lanes ask one after the other and share one machine: that a later lane's first token comes later says nothing of its encoding."),
     );
   }
 
@@ -64,9 +66,9 @@ class Race {
       fill(this.verdict, past ? "Reading a long text first, up to the limit…" : "");
       const settings = { temperature: Number(this.temperature.value), seed: Number(this.seed.value) };
       const before = await api.metrics(RACE_METRICS, { signal });
-      await Promise.all(lanes.map((lane) => lane.prepare(api, this.prompt.value, Number(this.tokens.value), signal)));
+      await Promise.all(lanes.map((lane) => lane.attempt(() => lane.prepare(api, this.prompt.value, Number(this.tokens.value), signal))));
       scaleLanes(lanes);
-      await Promise.all(lanes.map((lane) => lane.run(api, settings, signal)));
+      await Promise.all(lanes.map((lane) => lane.attempt(() => lane.run(api, settings, signal))));
       const grown = growth(before, await api.metrics(RACE_METRICS, { signal }));
       for (const lane of lanes) lane.settle(grown);
       scaleLanes(lanes);
@@ -85,7 +87,7 @@ class Lane {
     this.state = element("span", { class: "race-state" });
     this.rows = {
       pace: new LaneRow("tokens per second", "counted and timed by this page, first token excluded"),
-      first: new LaneRow("first token after", "timed by this page, from sending the request"),
+      first: new LaneRow("first token after", "timed by this page, from sending the request; lanes wait for one another", false),
       flops: new LaneRow("positional work per token", "/v1/cache/plan, append: data[own].work.flops, at the last token's context length"),
       bytes: new LaneRow("positional bytes per token", "/v1/cache/plan, append: data[own].work.bytes, at the last token's context length"),
       rewritten: new LaneRow("keys rewritten", "/metrics: by how much ropewalk_kv_rewritten_entries_total grew, each layer's and head's key counted, other clients' requests included"),
@@ -115,27 +117,35 @@ class Lane {
     this.rows.bytes.set(bytes, format.bytes(bytes));
   }
 
-  async run(api, settings, signal) {
+  // What the server refuses is this lane's answer; what else fails is everybody's.
+  async attempt(work) {
     if (this.skipped) return;
+    try {
+      await work();
+    } catch (error) {
+      if (!(error instanceof ApiError)) {
+        if (!this.count) this.skip("stopped", "Nothing came.");
+        throw error;
+      }
+      this.refused = error.message;
+      this.skip("refuses", `Refused: ${error.message}`);
+    }
+  }
+
+  async run(api, settings, signal) {
     const body = { model: this.model.id, prompt: this.ids, max_tokens: this.tokens, ...settings };
     // Where the context itself ends, only dropping its oldest tokens leads on.
     if (this.past && this.model.max_model_len <= this.ids.length + this.tokens) body.overflow = "shift";
     const began = api.now();
     let first = null;
-    try {
-      for await (const token of completion(api, body, signal)) {
-        if (token.id === undefined) continue;
-        first ??= token.at;
-        this.add(token);
-        if (this.count === 1) this.rows.first.set(first - began, format.seconds((first - began) / 1000));
-        else if (token.at > first) this.rows.pace.set((1000 * (this.count - 1)) / (token.at - first), `${format.number((1000 * (this.count - 1)) / (token.at - first))} /s`);
-      }
-      if (this.past && this.model.max_model_len > this.known.length) await this.read(api, signal);
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      this.refused = error.message;
-      this.skip("refuses", `Refused: ${error.message}`);
+    for await (const token of completion(api, body, signal)) {
+      if (token.id === undefined) continue;
+      first ??= token.at;
+      this.add(token);
+      if (this.count === 1) this.rows.first.set(first - began, format.seconds((first - began) / 1000));
+      else if (token.at > first) this.rows.pace.set((1000 * (this.count - 1)) / (token.at - first), `${format.number((1000 * (this.count - 1)) / (token.at - first))} /s`);
     }
+    if (this.past && this.model.max_model_len > this.known.length) await this.read(api, signal);
   }
 
   add(token) {
@@ -176,6 +186,7 @@ class Lane {
     this.rows.rewritten.set(this.rewritten, format.count(this.rewritten));
     this.rows.beyond.set(this.beyond, this.dropped ? `${format.count(this.beyond)}, as it was renumbered` : format.count(this.beyond));
     if (this.skipped) return;
+    if (this.mark) this.text.scrollTop += this.mark.getBoundingClientRect().top - this.text.getBoundingClientRect().top - 40; // into sight again
     fill(this.state, this.verdict());
     if (this.past) this.node.append(element("p", { class: "note" }, this.findings()));
   }
@@ -201,13 +212,13 @@ class Lane {
   }
 }
 
-// A figure of a lane, with a bar that compares it with the other lanes'.
+// A figure of a lane, with a bar that compares it with the other lanes', unless that would mislead.
 class LaneRow {
-  constructor(caption, source) {
+  constructor(caption, source, compares = true) {
     this.value = null;
     this.bar = element("span", { class: "bar" });
     this.shown = figure("–", source);
-    this.node = element("tr", {}, element("th", { scope: "row" }, caption), element("td", { class: "race-bar" }, this.bar), element("td", { class: "number" }, this.shown));
+    this.node = element("tr", {}, element("th", { scope: "row" }, caption), element("td", { class: "race-bar" }, compares ? this.bar : null), element("td", { class: "number" }, this.shown));
   }
 
   set(value, text) {
@@ -231,11 +242,10 @@ async function tokensOf(api, model, count, signal) {
   return found.slice(0, count);
 }
 
-const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
-
 const listed = (lanes) => new Intl.ListFormat("en").format(lanes.map(({ model }) => model.encoding ?? model.id));
 
 function usualVerdict(lanes) {
+  if (!lanes.some(({ count }) => count)) return "No lane has written anything, so there is nothing to compare.";
   const turned = lanes.filter(({ rewritten }) => rewritten > 0);
   if (turned.length) return `Keys were rewritten under ${listed(turned)}: another client's context was shortened meanwhile, or this one's.`;
   return "No lane rewrote a key. Writing appends, and appending costs none of them anything that was stored: a key depends on the tokens before it, never on those after.";

@@ -31,10 +31,20 @@ class Talk {
     this.detail = element("aside", { class: "talk-detail", "aria-live": "polite", "aria-label": "The token under the cursor" });
     fill(root,
       field("Text to be continued", this.prompt, { class: "field wide" }),
-      element("div", { class: "row" }, field("Form", this.form), field("At most, tokens", this.tokens), field("Temperature", this.temperature), field("Seed", this.seed), this.go, this.halt),
+      element("div", { class: "row" }, field("Asked as", this.form), field("At most, tokens", this.tokens), field("Temperature", this.temperature), field("Seed", this.seed), this.go, this.halt),
       element("div", { class: "talk-body" }, this.rows, this.detail),
+      element("p", { class: "note" }, "In tokens, · is a space and ⏎ the end of a line. <s> is the mark with which a text begins; it is sent with yours."),
     );
     this.describe();
+    const offer = () => {
+      const { chat = true } = page.model ?? {}; // not known of a model that is not loaded
+      const option = this.form.querySelector('[value="chat"]');
+      option.disabled = !chat;
+      fill(option, chat ? "Chat" : "Chat: this model has no chat template");
+      if (!chat) this.form.value = "text";
+    };
+    page.on("model", offer);
+    offer();
   }
 
   begin() {
@@ -72,10 +82,14 @@ class Talk {
         }
       }
     } catch (error) {
-      if (!run.tokens.length && error.name !== "AbortError") run.node.whole.remove(); // refused
+      run.broke = error.name === "AbortError" ? "you stopped it" : "the stream broke";
       throw error;
     } finally {
-      this.sum(run);
+      if (run.tokens.length || run.finish) this.sum(run);
+      else {
+        this.runs.pop(); // refused, or stopped before anything came
+        run.node.whole.remove();
+      }
       if (run.tokens.length && (this.chosen === null || this.chosen.run !== run)) this.choose(run, run.ids.length - 1, false);
     }
   }
@@ -131,7 +145,7 @@ class Talk {
       figure(run.tokens.length ? format.seconds(run.tokens[0].ms / 1000) : "–", "measured by this page, from sending the request"),
       ", the others ", figure(middle === undefined ? "–" : format.seconds(middle / 1000), "median time between two tokens, measured by this page"), " apart",
       ...(cached ? [". ", figure(`${cached} of ${run.usage.prompt_tokens} tokens sent`, "/v1/completions: usage.prompt_tokens_details.cached_tokens"), " were in the cache already (shaded): nothing of them was computed again"] : []),
-      run.finish === "length" ? "." : run.finish === "stop" ? ", and then the model ended its answer." : run.finish ? `, and it ended by ${run.finish}.` : ", and then you stopped it.",
+      run.finish === "length" ? "." : run.finish === "stop" ? ", and then the model ended its answer." : run.finish ? `, and it ended by ${run.finish}.` : `, and then ${run.broke}.`,
     );
   }
 
@@ -148,7 +162,7 @@ class Talk {
 
   describe() {
     if (this.chosen === null) {
-      fill(this.detail, element("p", { class: "note" }, "No token yet. The one you pick is the cursor of all panels: Position takes it apart."));
+      fill(this.detail, element("p", { class: "note" }, "No token yet. Pick one, and Position will take it apart, too."));
       return;
     }
     const { run, index } = this.chosen;

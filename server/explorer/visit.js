@@ -176,13 +176,18 @@ async function visitToReplay(bar) {
     if (url.origin === location.origin) return (await fetch(url)).json();
   }
   const input = element("input", { type: "file", accept: ".json,application/json", "aria-label": "A recorded visit" });
-  fill(bar, element("p", { class: "visit-bar" }, "Choose a recorded visit: ", input));
+  fill(bar, element("p", { class: "visit-bar" }, "Choose a recorded visit: ", input, leaveReplay()));
   for (;;) {
     await new Promise((resolve) => input.addEventListener("change", resolve, { once: true }));
     const visit = await input.files[0].text().then(JSON.parse).catch(() => null);
     if (visit?.version === VISIT) return visit;
-    fill(bar, element("p", { class: "visit-bar" }, "This file is not a visit of this version. Choose another: ", input));
+    fill(bar, element("p", { class: "visit-bar" }, "This file is not a visit of this version. Choose another: ", input, leaveReplay()));
   }
+}
+
+// The way from a replay to the server's own page; a page in a file has none.
+function leaveReplay() {
+  return location.protocol === "file:" ? null : element("a", { href: location.pathname }, "Leave the replay");
 }
 
 // Time that can be halted and hurried.
@@ -262,7 +267,7 @@ class Replay {
       fill(paused, "Pause");
     } }, "1×");
     fill(bar, element("p", { class: "visit-bar" }, element("strong", {}, "▶ A recorded visit"), " ", time, " ", paused, faster,
-      element("button", { type: "button", click: () => location.reload() }, "Again")));
+      element("button", { type: "button", click: () => location.reload() }, "Again"), leaveReplay()));
     const tick = () => fill(time, `${Math.min(this.now() / 1000, lasts / 1000).toFixed(0)} of ${(lasts / 1000).toFixed(0)} s`);
     const ticking = setInterval(tick, 200);
     for (const act of acts) {
