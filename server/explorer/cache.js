@@ -547,7 +547,7 @@
           return { target, answer: await page.api.post(`v1/cache/sequences/${id}/operations`, body) };
         } catch (error) {
           if (error.code !== "impossible_operation") throw error;
-          return { target, refused: whyImpossible(error) };
+          return { target, refused: renamed(whyImpossible(error)) };
         }
       }
 

@@ -184,7 +184,7 @@ class Lane {
     this.beyond = grown("extrapolated_tokens_total", labels);
     this.dropped = grown("context_shift_tokens_total", { ...labels, fate: "dropped" });
     this.rows.rewritten.set(this.rewritten, format.count(this.rewritten));
-    this.rows.beyond.set(this.beyond, this.dropped ? `${format.count(this.beyond)}, as it was renumbered` : format.count(this.beyond));
+    this.rows.beyond.set(this.beyond, format.count(this.beyond));
     if (this.skipped) return;
     if (this.mark) this.text.scrollTop += this.mark.getBoundingClientRect().top - this.text.getBoundingClientRect().top - 40; // into sight again
     fill(this.state, this.verdict());

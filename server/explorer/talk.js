@@ -63,7 +63,7 @@ class Talk {
 
   // parent: the run that this one continues, from its token ids.length - 1 on.
   async write(model, ids, texts, parent, signal) {
-    const run = { model, ids: [...ids], texts: [...texts], sent: ids.length, tokens: [], parent, usage: null, finish: null };
+    const run = { model, ids: [...ids], texts: [...texts], sent: ids.length, tokens: [], parent, usage: null, finish: null, broke: "the stream ended before its time" };
     run.number = this.runs.push(run);
     run.node = this.row(run);
     this.rows.prepend(run.node.whole);

@@ -37,7 +37,7 @@ def talk(page: Page) -> None:
 
 def race(page: Page) -> None:
     press(page, "race-go")
-    page.wait_for_selector('[data-act="race-go"]:enabled', timeout=60_000)
+    page.wait_for_selector('[data-act="race-stop"]:disabled', timeout=60_000)
 
 
 def cache(page: Page) -> None:

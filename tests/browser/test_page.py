@@ -113,14 +113,50 @@ def test_a_talk_shows_the_apis_tokens_and_goes_on_from_any(family, opened):
     assert page.locator(".talk-run").first.locator(".cell.shared").count() == cached > 0
 
 
+def test_what_was_not_answered_is_no_run(family, opened):
+    page = opened(f"{family}/#talk")
+    act(page, "talk-temperature").fill("9")
+    press(page, "talk-go")
+    expect(page.locator("#status.error")).to_contain_text("Temperature should be")
+    assert page.locator(".talk-run").count() == 0
+    act(page, "talk-temperature").fill("0")
+    page.route("**/v1/completions", lambda route: route.fulfill(body=token_event("so", 7)))
+    press(page, "talk-go")
+    facts = page.locator(".talk-run .note").first
+    expect(facts).to_contain_text("1 tokens came")
+    expect(facts).to_contain_text("and then the stream ended before its time.")
+    page.unroute("**/v1/completions")
+    press(page, "talk-go")
+    expect(page.locator(".talk-run .number").first).to_have_text("2")
+    act(page, "talk-form").evaluate("node => node.value = 'chat'")
+    assert act(page, "talk-form").locator("option[value=chat]").is_disabled()  # no template
+
+
+def test_a_race_without_an_answer_concludes_nothing(family, opened):
+    page = opened(f"{family}/#race")
+    act(page, "race-prompt").fill("down to the river " * 300)
+    press(page, "race-go")
+    assert page.locator(".race-lane.refused").count() == 6
+    assert "nothing to compare" in page.locator(".race-verdict").inner_text()
+    for box in page.locator('[data-act^="race-lane-"]').all():
+        box.uncheck()
+    press(page, "race-go")
+    expect(page.locator("#status.error")).to_contain_text("tick at least one")
+
+
+def token_event(text: str, id_: int, finish: str | None = None) -> str:
+    """A server-sent event of a completion with one token."""
+    logprobs = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": [text]}
+    choice = {"index": 0, "text": text, "token_ids": [id_], "finish_reason": finish}
+    choice["logprobs"] = logprobs | {"top_logprobs": [{text: -1.0}]}
+    return f"data: {json.dumps({'choices': [choice]})}\n\n"
+
+
 def test_text_is_never_html(family, opened):
     page = opened(f"{family}/#talk")
     act(page, "talk-prompt").fill(HOSTILE)
     press(page, "talk-go")
-    token = {"text_offset": [0], "token_logprobs": [-1.0], "tokens": [HOSTILE]}
-    choice = {"index": 0, "text": HOSTILE, "token_ids": [7], "finish_reason": "length"}
-    choice["logprobs"] = token | {"top_logprobs": [{HOSTILE: -1.0}]}
-    stream = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+    stream = f"{token_event(HOSTILE, 7, 'length')}data: [DONE]\n\n"
     page.route("**/v1/completions", lambda route: route.fulfill(body=stream))
     act(page, "talk-go").click()
     expect(page.locator(".talk-detail .token").first).to_have_text(HOSTILE)

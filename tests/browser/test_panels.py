@@ -101,6 +101,49 @@ def test_a_shift_under_rope_turns_exactly_the_keys_that_were_counted(panel, fami
     assert same[:-1] == [True] * 2 + [False] * (len(same) - 3)
 
 
+def test_what_happened_stays_when_few_blocks_are_left(panel):
+    page = panel("cache")
+    page.fill('[data-act="cache-prompt"]', "the river and the old king went down " * 9)
+    press(page, "cache-keep", "cache-evict_renumber")
+    while page.locator('[data-act="cache-do"]').count():
+        press(page, "cache-do")
+        page.wait_for_selector("#panel-cache .inside:not([inert])")
+        assert "turned and written again" in page.inner_text(".told")
+    assert "No full block is left" in page.inner_text(".actions")
+    left = page.locator(".sequence").first.locator("header .figure").inner_text()
+    assert int(left.split()[0]) < 16
+
+
+def test_a_selection_is_named_by_its_positions(panel):
+    page = panel("cache", "t5")
+    press(page, "cache-keep", "cache-evict_keep", "cache-do")
+    page.wait_for_selector(".hole")
+    boxes = page.locator(".sequence").first.locator(".chip")
+    boxes.nth(2).click()
+    boxes.nth(3).click()
+    bases = [int(boxes.nth(i).get_attribute("data-base")) for i in (2, 3)]
+    assert bases == [64, 80]
+    page.wait_for_selector(".why:has-text('at positions 64 to 95.')")
+    press(page, "cache-append", "cache-do")
+    told = page.wait_for_selector(".told[data-told=append]:not(:empty)").inner_text()
+    assert "Evict" in told and "Shift" in told and "_" not in told
+
+
+def test_blocks_move_onto_the_chosen_sequence(panel, family):
+    page = panel("cache", "t5")
+    page.fill('[data-act="cache-prompt"]', "the river and the old king went down " * 9)
+    press(page, "cache-keep")
+    page.wait_for_selector(".sequence >> nth=0")
+    page.fill('[data-act="cache-prompt"]', "a mill by the wood, and the people of it, " * 9)
+    press(page, "cache-keep", "cache-move_span")
+    assert page.locator('[data-act="cache-onto"] option').count() >= 1
+    page.select_option('[data-act="cache-onto"]', "")
+    press(page, "cache-do")
+    page.wait_for_selector(".told:not(:empty)")
+    newest = kept(family, "ropewalk-t5")[-1]
+    assert len(newest["blocks"]) == 3 and newest["bases"] == [0, 16, 32]
+
+
 def test_learned_refuses_to_move_and_says_why(panel):
     page = panel("cache", "learned")
     press(page, "cache-keep", "cache-evict_renumber", "cache-do")
@@ -130,3 +173,28 @@ def test_scores_are_split_as_the_api_says(panel, family):
         for row, head in enumerate(expected):
             assert numbers[3 * row : 3 * row + 3] == [round(each, 2) for each in head]
         assert abs(float(curve.get_attribute("data-at")) - expected[0][1]) < 1e-3
+
+
+def test_a_key_is_moved_as_if_text_lay_between(panel, family):
+    page = panel("position")
+    page.wait_for_selector(".word")
+    page.hover('[data-act="position-token-8"]')
+    page.wait_for_selector(".chart[data-at]")
+    press(page, *["position-move"] * 3)
+    shown = page.eval_on_selector_all(
+        "tr[data-head] [data-number]", "nodes => nodes.map(node => node.textContent)"
+    )
+    rows = [[float(each.replace("−", "-")) for each in shown[i : i + 3]] for i in range(0, 16, 4)]
+    assert shown[3::4] == ["–"] * 4  # the shares of attention would need every other key
+    model = {"model": "ropewalk-rope"}
+    text = page.input_value('[data-act="position-text"]')
+    ids = httpx.post(f"{family}/tokenize", json=model | {"prompt": text}).json()["tokens"]
+    # In layer 0 neither vector depends on the text, so three tokens put between them move them apart.
+    apart = model | {"input": [*ids[:9], *ids[1:4], *ids[9:]]}
+    told = httpx.post(f"{family}/v1/positions/explain", json=apart).json()
+    assert rows == [
+        [round(head[name][8], 2) for name in ("content", "position", "scores")]
+        for head in told["heads"]
+    ]
+    sentence = page.inner_text("#panel-position .told")
+    assert f"at position {len(ids) - 1}, key “,” at 5, {len(ids) - 6} tokens back" in sentence
