@@ -304,7 +304,7 @@
       "which costs nothing, or the stored keys.",
     mount(root, page) {
       let view = null, chosen = null, operation = "evict_renumber", lit = [], plan = null, marked = new Map();
-      let happened = new Map(), told = "", watching = null, onto = ""; // onto: a sequence's id, or "" for a fork
+      let happened = new Map(), told = "", watching = null, onto = null; // onto: a sequence's id, or "" for a fork; null: not chosen yet
       const kept = new Map(); // id: the sequence as last answered, and the prompt that it was made of
       const size = () => view?.entry.block_size ?? 16;
       const names = new Map(); // id: a short name, in the order in which they were first seen
@@ -453,7 +453,12 @@
       }
 
       const span = () => ({ first: chosen.first * size(), count: (chosen.last - chosen.first + 1) * size() });
-      const targets = () => [...view.sequences.values()].filter((each) => each.kind === "kept" && each.id !== chosen.id && each.computed_tokens % size() === 0);
+      // Sequences that the selected blocks could go on from: they end with a full block and hold none of them.
+      function targets() {
+        const { blocks } = view.sequences.get(chosen.id);
+        const selected = new Set(blocks.slice(chosen.first, chosen.last + 1));
+        return [...view.sequences.values()].filter((each) => each.kind === "kept" && each.computed_tokens % size() === 0 && !each.blocks.some((block) => selected.has(block)));
+      }
 
       async function predict() {
         if (!chosen || !view?.sequences.has(chosen.id)) {
@@ -462,7 +467,7 @@
         }
         const tokens = view.sequences.get(chosen.id).computed_tokens;
         const { span: fields, moves } = OPERATIONS[operation];
-        if (!targets().some(({ id }) => id === onto)) onto = targets()[0]?.id ?? "";
+        if (onto !== "" && !targets().some(({ id }) => id === onto)) onto = targets()[0]?.id ?? "";
         const offset = view.sequences.get(onto)?.computed_tokens ?? size();
         plan = await page.api.post("v1/cache/plan", { model: page.model.id, operation, tokens, ...fields(span()), ...(moves === "onto" ? { offset } : {}) });
         drawActions();

@@ -131,17 +131,26 @@ def test_a_selection_is_named_by_its_positions(panel):
 
 def test_blocks_move_onto_the_chosen_sequence(panel, family):
     page = panel("cache", "t5")
-    page.fill('[data-act="cache-prompt"]', "the river and the old king went down " * 9)
-    press(page, "cache-keep")
-    page.wait_for_selector(".sequence >> nth=0")
-    page.fill('[data-act="cache-prompt"]', "a mill by the wood, and the people of it, " * 9)
-    press(page, "cache-keep", "cache-move_span")
-    assert page.locator('[data-act="cache-onto"] option').count() >= 1
+    press(page, "cache-keep", "cache-fork", "cache-do")  # the fork ends with a full block
+    boxes = page.locator(".sequence").nth(1).locator(".chip")
+    boxes.nth(5).click()
+    boxes.nth(6).click()
+    press(page, "cache-move_span")
+    bases = {each["id"]: each["bases"] for each in kept(family, "ropewalk-t5")}
+    forked = next(reversed(bases))
+    offered = attributes(page, '[data-act="cache-onto"] option', "value")
+    assert [forked] in offered and [""] in offered
     page.select_option('[data-act="cache-onto"]', "")
     press(page, "cache-do")
     page.wait_for_selector(".told:not(:empty)")
-    newest = kept(family, "ropewalk-t5")[-1]
-    assert len(newest["blocks"]) == 3 and newest["bases"] == [0, 16, 32]
+    now = {each["id"]: each["bases"] for each in kept(family, "ropewalk-t5")}
+    assert now.items() > bases.items()
+    assert [now[each] for each in now if each not in bases] == [[0, 16, 32]]
+    page.select_option('[data-act="cache-onto"]', forked)
+    press(page, "cache-do")
+    page.wait_for_selector(f".sequence[data-sequence={forked}] .chip >> nth=5")
+    now = {each["id"]: each["bases"] for each in kept(family, "ropewalk-t5")}
+    assert now[forked] == [*bases[forked], 64, 80]
 
 
 def test_learned_refuses_to_move_and_says_why(panel):
@@ -189,7 +198,7 @@ def test_a_key_is_moved_as_if_text_lay_between(panel, family):
     model = {"model": "ropewalk-rope"}
     text = page.input_value('[data-act="position-text"]')
     ids = httpx.post(f"{family}/tokenize", json=model | {"prompt": text}).json()["tokens"]
-    # In layer 0 neither vector depends on the text, so three tokens put between them move them apart.
+    # In layer 0 neither vector depends on the text, so three tokens between move them apart.
     apart = model | {"input": [*ids[:9], *ids[1:4], *ids[9:]]}
     told = httpx.post(f"{family}/v1/positions/explain", json=apart).json()
     assert rows == [
