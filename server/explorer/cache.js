@@ -29,7 +29,7 @@
     },
     evict_keep: {
       title: "Evict",
-      does: "Drops the selected blocks. Later tokens keep their positions, and a hole remains.",
+      does: "Drops the selected blocks. Later tokens keep their positions, and a hole remains: the sequence can still be read, but not continued.",
       why: "Who keeps its position keeps its key.",
       span: ({ first, count }) => ({ first, count }),
     },
@@ -136,8 +136,8 @@
   // What a new token's position takes, in words.
   function worked({ rotations, bias_values: added, flops }) {
     const parts = [rotations && many(rotations, "turn"), added && many(added, "addition to scores", "additions to scores")].filter(Boolean);
-    if (!parts.length) return flops ? "; the new token's embedding gets a vector" : "; the new token's position takes no work";
-    return `; the new token's position takes ${parts.join(" and ")}`;
+    if (!parts.length) return flops ? "; each new token's embedding gets a vector" : "; a new token's position takes no work";
+    return `; each new token's position takes ${parts.join(" and ")}`;
   }
 
   // One encoding's row of a plan, in words and with what it counts.
@@ -314,11 +314,8 @@
         return names.get(id);
       }
 
-      // What a page calls by other names than the server does.
-      function renamed(message) {
-        const titles = Object.entries(OPERATIONS).map(([name, { title }]) => [name, title]);
-        return titles.reduce((text, [name, title]) => text.replaceAll(name, title), message).replace(/\bseq-[0-9a-f]+/g, nameOf);
-      }
+      // The page's names of sequences in place of their ids.
+      const renamed = (message) => message.replace(/\bseq-[0-9a-f]+/gi, (id) => nameOf(id.toLowerCase()));
 
       // One thing at a time: meanwhile no other can be started, and the selection stays as it is.
       async function alone(work) {
@@ -403,7 +400,7 @@
         const about = (caption, value, field, tip) => fact(caption, figure(format.count(value), `/v1/cache/stream: ${field}\n${tip}`, { "data-fact": field }));
         fill(facts,
           about("blocks", blocks.free + blocks.active + blocks.cached + blocks.quarantined, "blocks", `of ${size()} tokens each`),
-          about("sealed by the ledger", audit.sealed, "audit.sealed", "full blocks of which a checksum was taken, since the start"),
+          about("sealed", audit.sealed, "audit.sealed", "full blocks of which a checksum was taken, since the start"),
           about("verified", audit.verified, "audit.verified", "times a block was compared with its checksum, since the start"),
           about("found changed", audit.mutated, "audit.mutated", "entries that were not what their checksum says: 0, or something is broken"),
           about("requests waiting", waiting, "waiting", "that hold no block yet"));
@@ -453,11 +450,13 @@
       }
 
       const span = () => ({ first: chosen.first * size(), count: (chosen.last - chosen.first + 1) * size() });
+      const hasHole = ({ bases = [] }) => bases.some((base, i) => base !== i * size());
+
       // Sequences that the selected blocks could go on from: they end with a full block and hold none of them.
       function targets() {
         const { blocks } = view.sequences.get(chosen.id);
         const selected = new Set(blocks.slice(chosen.first, chosen.last + 1));
-        return [...view.sequences.values()].filter((each) => each.kind === "kept" && each.computed_tokens % size() === 0 && !each.blocks.some((block) => selected.has(block)));
+        return [...view.sequences.values()].filter((each) => each.kind === "kept" && each.computed_tokens % size() === 0 && !hasHole(each) && !each.blocks.some((block) => selected.has(block)));
       }
 
       async function predict() {
@@ -479,8 +478,9 @@
         const { title, does, why, act, moves } = OPERATIONS[operation];
         const { first, count } = span();
         const name = nameOf(chosen.id);
-        const { bases = [] } = view.sequences.get(chosen.id) ?? {};
-        const what = { append: `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
+        const sequence = view.sequences.get(chosen.id) ?? {}, { bases = [] } = sequence;
+        const stuck = operation === "append" && hasHole(sequence);
+        const what = { append: stuck ? `${name} has a hole, so it cannot be continued: keep a prompt anew.` : `To ${name}.`, fork: `The first ${first + count} tokens of ${name}; press another block to fork there.` }[operation] ??
           `Selected: ${many(count / size(), "block")} of ${name}, at positions ${bases[chosen.first]} to ${bases[chosen.last] + size() - 1}. Press two blocks to select another span.`;
         refill(actions,
           element("h2", {}, "What would it cost to …"),
@@ -489,8 +489,8 @@
           planTable(plan, happened),
           element("div", { class: "row" },
             moves === "onto" ? ontoChooser() : null,
-            button(act ? `${title} ${act().count} tokens` : moves === "onto" || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => alone(operate), { class: "main" }),
-            page.models.length > 1 ? button(`The same in all ${page.models.length} models`, "cache-all", () => alone(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
+            button(act ? `${title} ${act().count} tokens` : moves === "onto" || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => alone(operate), { class: "main", disabled: stuck }),
+            page.models.length > 1 ? button(`The same, with the prompt kept anew, in all ${page.models.length} models`, "cache-all", () => alone(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
           result);
       }
 
@@ -518,6 +518,7 @@
         await appeared(sequence.id);
         drawTables();
         await predict();
+        if (!full) page.say(`This prompt fills no block of ${size()} tokens, and operations work on full blocks: keep a longer one.`);
       }
 
       // Until the stream has told of a change that an answer has told of already.
@@ -585,6 +586,7 @@
         const entries = Object.fromEntries((await page.api.get("v1/cache")).data.map((entry) => [entry.model, entry]));
         const prompt = kept.get(chosen.id)?.prompt ?? text.value;
         const found = new Map();
+        reset();
         for (const { id: model } of page.models) {
           const sequence = await page.api.post("v1/cache/sequences", { model, prompt });
           const { target, answer, refused } = await apply(sequence.id, model);

@@ -99,6 +99,9 @@ function field(caption, control, attributes = {}) {
   return element("label", { class: "field", ...attributes }, element("span", {}, caption), control);
 }
 
+// Whether the browser takes what these inputs hold; it says so beside the first that it does not.
+const valid = (...inputs) => inputs.every((input) => input.reportValidity());
+
 function select(act, options, attributes = {}) {
   const made = options.map((option) => (Array.isArray(option) ? option : [option, option]));
   return element("select", { "data-act": act, ...attributes }, made.map(([value, text]) => element("option", { value }, text)));

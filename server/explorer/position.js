@@ -190,8 +190,10 @@
       let asked = 0; // how often: only the newest answer counts
       async function explain(query, ids = null) {
         const input = ids ?? text.value, mine = ++asked;
-        const found = await page.api.post("v1/positions/explain", {
-          model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }),
+        const wanted = { model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }) };
+        const found = await page.api.post("v1/positions/explain", wanted).catch((error) => {
+          if (mine === asked) [shown, body.textContent] = [null, ""]; // what is shown is not of this text
+          throw error;
         });
         if (mine !== asked) return;
         const key = shown?.key < found.query && shown.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2);

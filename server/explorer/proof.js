@@ -74,7 +74,7 @@
   function lane({ model, encoding, blocks, said, error, arm = null, wrong = false }) {
     const { all, changed } = tally(blocks ?? []);
     return element("article", { class: "lane", "data-model": model, "data-arm": arm, "data-equal": all ? String(changed === 0) : null },
-      element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, arm === null || arm === "own" ? ` ${model}` : ` with the weights of ${model}`)),
+      element("header", {}, element("b", {}, encoding), element("span", { class: "note" }, arm === null || arm === "own" ? ` ${model}` : ` in the model ${model}`)),
       error ? element("p", { class: "refused" }, error) : blocks ? strip(blocks) : null,
       said ? element("p", { class: !all && !wrong ? "note" : changed || wrong ? "fails" : "holds" }, said) : null,
       blocks && all ? checksumTable(blocks) : null);
@@ -83,9 +83,10 @@
   // What an audit of appending found, in words.
   function auditSaid({ totals: { changed }, blocks, steps, note, layers, of_layers: all }) {
     const differ = blocks.filter(({ equal }) => !equal).length, wrong = steps.at(-1).stale;
-    const what = differ ? `${differ} of ${blocks.length} earlier blocks have changed: entries were rewritten ${format.count(changed)} times in ${many(steps.length, "step")}`
+    const what = differ ? `${differ} of ${blocks.length} earlier blocks have changed: in ${many(steps.length, "step")} of up to ${steps[0].tokens} tokens, entries were rewritten ${format.count(changed)} times`
       : `All ${blocks.length} earlier blocks are equal, byte for byte`;
-    const right = wrong ? `${differ ? ", and still" : ", but they should not be:"} ${many(wrong, "earlier entry", "earlier entries")} ${wrong === 1 ? "is" : "are"} wrong at the end`
+    const before = steps.at(-1).length - steps.at(-1).tokens; // the last step's own are computed as they should be
+    const right = wrong ? `${differ ? ", and still" : ", but they should not be:"} of the ${format.count(before)} tokens before the last step, ${many(wrong, "entry", "entries")} ${wrong === 1 ? "is" : "are"} wrong at the end`
       : differ ? "" : ", and none should have changed";
     const where = layers === all ? "" : ` Looked at: the first ${layers} of ${all} layers.`;
     return `${what}${right}.${where}${note ? ` This arm: ${note}.` : ""}`;
@@ -189,7 +190,7 @@
             const after = compared(blocks, done.after, first / size, count / size), { changed, all } = tally(after);
             const keys = done.happened.rewritten_entries;
             found.push({ model, encoding, keys, blocks: after, said: changed
-              ? `${changed} of ${all} blocks that stayed have changed: ${many(keys, "key")} turned and written again.`
+              ? `${changed} of ${all} blocks that stayed have changed: ${many(keys, "key")} turned and written again${kept.tokens % size ? ", those of the last block, which is not full and has no checksum, among them" : ""}.`
               : `All ${all} blocks that stayed are equal: only the list of blocks has changed.` });
           } catch (error) {
             if (!(error instanceof ApiError)) throw error;
@@ -252,7 +253,7 @@
           "When text in the middle is dropped, what follows moves to earlier positions. RoPE, as it is usually stored, keeps each key turned " +
           "by its position, so every moved key is now wrong, and must be read, turned and written again. ALiBi's and T5's bias is added to scores, never stored: " +
           "the list of blocks changes, and no key. Learned and sinusoidal positions are mixed into keys and values and cannot be taken out: " +
-          "those entries must be computed again.",
+          "those entries must be computed again. The prompt is kept once more for this, without the appended tokens.",
         ], moves, movedResult, moved,
         element("p", { class: "note" }, "Free means that no stored byte has to change. What stays was still computed while it could see what is now gone, under every encoding: only computing it again would undo that.")),
         experiment(3, "Where appending fails", [

@@ -52,18 +52,21 @@ class Race {
       page.models.length === 1 ? element("p", { class: "note" }, "This server has one model. ropewalk serve family has six that differ in nothing but their encoding.") : null,
       this.verdict, this.lanes,
       element("p", { class: "note" }, "Positional work is what a new token's own position takes when it is computed, over a context of that length. It is done in every step, is small beside the rest of a step, and changes nothing that is stored. " +
-        "Lanes ask one after the other and share one machine: that a later lane's first token comes later says nothing of its encoding."),
+        "Lanes ask one after the other and share one machine: that a later lane's first token comes later, and how fast all of them are, says nothing of their encodings. Load tries one model after another."),
     );
   }
 
   race(past) {
+    if (!valid(this.tokens, this.temperature, this.seed)) return null;
+    fill(this.lanes);
+    fill(this.verdict);
     return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
       const { api, models } = this.page;
       const chosen = [...this.models.querySelectorAll("input:checked")].slice(0, RACE_LANES).map((box) => box.value);
       if (!chosen.length) return this.page.say("No lane is ticked; tick at least one.", true);
       const lanes = chosen.map((id) => new Lane(models.find((model) => model.id === id), past));
       fill(this.lanes, lanes.map((lane) => lane.node));
-      fill(this.verdict, past ? "Reading a long text first, up to the limit…" : "");
+      if (past) fill(this.verdict, "Reading the beginning of Moby-Dick first, in place of the prompt, up to the limit…");
       const settings = { temperature: Number(this.temperature.value), seed: Number(this.seed.value) };
       const before = await api.metrics(RACE_METRICS, { signal });
       await Promise.all(lanes.map((lane) => lane.attempt(() => lane.prepare(api, this.prompt.value, Number(this.tokens.value), signal))));
@@ -151,7 +154,7 @@ class Lane {
   add(token) {
     const past = this.past && this.ids.length + this.count >= this.limit;
     if (past && this.mark === undefined) {
-      this.mark = element("span", { class: "race-mark" }, `${format.count(this.limit)} tokens`);
+      this.mark = element("span", { class: "race-mark", "data-tip": "Here the text was that long. What is shaded came after it." }, `${format.count(this.limit)} tokens`);
       this.text.append(this.mark);
     }
     this.count += 1;
@@ -186,7 +189,10 @@ class Lane {
     this.rows.rewritten.set(this.rewritten, format.count(this.rewritten));
     this.rows.beyond.set(this.beyond, format.count(this.beyond));
     if (this.skipped) return;
-    if (this.mark) this.text.scrollTop += this.mark.getBoundingClientRect().top - this.text.getBoundingClientRect().top - 40; // into sight again
+    if (this.mark) { // into sight again, one line below the top
+      const line = parseFloat(getComputedStyle(this.text).lineHeight), below = this.mark.getBoundingClientRect().top - this.text.getBoundingClientRect().top;
+      this.text.scrollTop = line * Math.floor((this.text.scrollTop + below) / line - 1);
+    }
     fill(this.state, this.verdict());
     if (this.past) this.node.append(element("p", { class: "note" }, this.findings()));
   }
@@ -203,6 +209,7 @@ class Lane {
 
   findings() {
     const parts = [];
+    if (this.mark) parts.push("Shaded: what came after the limit. ");
     if (this.dropped) parts.push(figure(`${format.count(this.dropped)} tokens`, "/metrics: ropewalk_context_shift_tokens_total, fate dropped"), " in the middle were dropped, and the rest got lower positions: so none lies past the trained length. ");
     if (this.surprise !== undefined) {
       parts.push(`Surprise at ${RACE_READ} known tokens, within the trained length and past it: `, figure(`${this.surprise.map((each) => each.toFixed(2)).join(" → ")} nats per token`,
@@ -259,11 +266,12 @@ function pastVerdict(lanes) {
   const broken = rest.filter(({ breaks }) => breaks);
   const held = rest.filter((lane) => lane.surprise !== undefined && !lane.breaks);
   const parts = [];
-  if (turned.length) parts.push(`${listed(turned)}: the context was full, and to renumber the rest every stored key was turned.`);
+  if (turned.length) parts.push(`${listed(turned)}: the context was full, and to renumber what came after the gap every key there was turned.`);
   if (shifted.length) parts.push(`${listed(shifted)}: renumbered too, but no key was touched, since none holds its position.`);
   if (broken.length) parts.push(`${listed(broken)}: went past the trained length and broke.`);
   if (held.length) parts.push(`${listed(held)}: went past the trained length and held.`);
   if (refused.length) parts.push(`${listed(refused)}: refused.`);
   if (shifted.length + turned.length) parts.push("(Positions never pass what the server serves: a larger --max-model-len lets them.)");
+  parts.push("Read up to there: the beginning of Moby-Dick, in place of the prompt.");
   return parts.join(" ");
 }

@@ -48,6 +48,7 @@ class Talk {
   }
 
   begin() {
+    if (!valid(this.tokens, this.temperature, this.seed)) return null;
     return this.attempt(async (signal) => {
       const model = this.page.model.id;
       const text = this.prompt.value;
