@@ -420,7 +420,9 @@ class AsyncEngine:
             return question.put(engine)
         except ServeError as error:
             return error
-        except Exception:  # one question that fails must not end the thread
+        except Exception:
+            if question.changes:  # half done, it may have left a cache that contradicts itself
+                raise
             log.exception("a question about a cache could not be answered")
             return RequestFailed("The cache could not be inspected.")
 

@@ -380,6 +380,17 @@ async def test_a_look_that_fails_stops_nothing(caplog):
     await running.stop()
 
 
+async def test_a_change_that_fails_half_done_is_the_end(caplog):
+    def broken(engine):
+        raise RuntimeError("half of it")
+
+    running, _ = started(make_engine()[0])
+    with pytest.raises(ShuttingDown):
+        await running.ask("m", broken, changes=True)
+    assert running.failure is not None and "half of it" in caplog.text
+    await running.stop()
+
+
 async def test_a_flush_is_observed_before_it_is_answered():
     engine, manager = make_engine()
     running, seen = started(engine)
