@@ -86,12 +86,12 @@ class GatedDecoder(Architecture):
         )
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
+            hidden_size=width,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_width=fields.integer("intermediate_size", Most.FFN_WIDTH),
+            intermediate_size=fields.integer("intermediate_size", Most.FFN_WIDTH),
             norm_eps=fields.number("rms_norm_eps"),
             trained_context=_trained_context(fields, encoding, context),
             encoding=encoding,
@@ -131,12 +131,12 @@ class GatedDecoder(Architecture):
         )
         config = ModelConfig(
             vocab_size=vocab_size_of_gguf(fields, own, weights),
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
+            hidden_size=width,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
+            intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
             trained_context=rotation_gguf.trained_context_in_gguf(fields, own, encoding, context),
             encoding=encoding,
@@ -168,8 +168,8 @@ class GatedDecoder(Architecture):
         if self.gguf_pairs:
             width = config.encoding.options["width"]
             orders = (
-                stored.Pairs(config.heads, width),
-                stored.Pairs(config.kv_heads, width),
+                stored.Pairs(config.num_heads, width),
+                stored.Pairs(config.num_kv_heads, width),
                 None,
             )
         return stored.decoder(config, self.gguf_names, qkv_orders=orders)

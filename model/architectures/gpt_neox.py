@@ -41,11 +41,11 @@ class GPTNeoX(PlainDecoder):
         is_decoder
     """
     keys = Keys(
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
+        hidden_size="hidden_size",
+        num_layers="num_hidden_layers",
+        num_heads="num_attention_heads",
         context="max_position_embeddings",
-        ffn_width="intermediate_size",
+        intermediate_size="intermediate_size",
         norm_eps="layer_norm_eps",
         tied=False,
     )

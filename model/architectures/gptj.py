@@ -55,7 +55,8 @@ class GPTJ(PlainDecoder):
         turning = fields.integer("rotary_dim", Most.HEAD_DIM)
         return replace(
             usual,
-            ffn_width=fields.optional_integer("n_inner", Most.FFN_WIDTH) or usual.ffn_width,
+            intermediate_size=fields.optional_integer("n_inner", Most.FFN_WIDTH)
+            or usual.intermediate_size,
             encoding=rope_spec(fields, 10000.0, turning, layout="interleaved"),
             activation=activation(fields, "activation_function", "gelu_new"),
             block="parallel_one_norm",
