@@ -182,7 +182,7 @@ def comparison() -> str:
 
 def work(cost: PositionalWork) -> str:
     if cost.rotations:
-        return f"{cost.rotations:,} turns"
+        return f"{cost.rotations:,} rotations"
     if cost.bias_built:
         return f"{cost.bias_values:,} adds, {cost.bias_built:,} built"
     if cost.bias_values:
@@ -200,7 +200,7 @@ def moved(encoding: PositionalEncoding, operation: Evict | Move) -> str:
     copied = f"{report.copied:,} copied, " if report.copied else ""
     if not report.rewritten:
         return f"{copied}0"
-    return f"{copied}{report.rewritten:,} keys turned, {report.bytes_moved / 1e6:.0f} MB"
+    return f"{copied}{report.rewritten:,} keys rotated, {report.bytes_moved / 1e6:.0f} MB"
 
 
 # ---- family.md ----

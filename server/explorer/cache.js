@@ -13,8 +13,8 @@
     "there, and that his father's father had said the same of his own, so that in the end one might think " +
     "that it had grown out of the bank like the willows. In spring the water rose to the second step, and " +
     "in a dry summer the children walked across the river bed and looked for coins. Once, an old woman " +
-    "told them, a king had thrown his crown into the pond, and the wheel had turned backwards for a day.";
-  const MOVING = "Where the position was put into the stored key, as RoPE usually does, each moved key must be turned again. Where it is " +
+    "told them, a king had thrown his crown into the pond, and the wheel had rotated backwards for a day.";
+  const MOVING = "Where the position was put into the stored key, as RoPE usually does, each moved key must be rotated again. Where it is " +
     "only added to scores, as under ALiBi and T5's bias, nothing stored has to change.";
   const MOST_CHIPS = 160; // of one table
   const MOST_TABLES = 24;
@@ -135,7 +135,7 @@
 
   // What a new token's position takes, in words.
   function worked({ rotations, bias_values: added, flops }) {
-    const parts = [rotations && many(rotations, "turn"), added && many(added, "addition to scores", "additions to scores")].filter(Boolean);
+    const parts = [rotations && many(rotations, "rotation"), added && many(added, "addition to scores", "additions to scores")].filter(Boolean);
     if (!parts.length) return flops ? "; each new token's embedding gets a vector" : "; a new token's position takes no work";
     return `; each new token's position takes ${parts.join(" and ")}`;
   }
@@ -146,7 +146,7 @@
     if (row.capability === "impossible")
       return ["impossible", `impossible: ${row.reason}; ${many(row.recompute.tokens, "token")} must be computed again`];
     if (row.rewritten_entries)
-      return ["rewrite", `${many(row.rewritten_entries, "key")} must be turned and written again${row.capability === "approximate" ? ", rounded each time" : ""}; values stay`];
+      return ["rewrite", `${many(row.rewritten_entries, "key")} must be rotated and written again${row.capability === "approximate" ? ", rounded each time" : ""}; values stay`];
     if (row.copied_entries) return ["copy", `${many(row.copied_entries, "entry", "entries")} copied, none changed`];
     return ["free", "stored keys stay as they are; only the list of blocks changes"];
   }
@@ -154,7 +154,7 @@
   // 0 → A, 25 → Z, 26 → AA.
   const letters = (n) => (n < 26 ? "" : letters(Math.floor(n / 26) - 1)) + String.fromCharCode(65 + (n % 26));
 
-  const FRAMES = { absolute: "keys stored turned", raw: "keys stored unturned", block: "keys turned within the block" };
+  const FRAMES = { absolute: "keys stored rotated", raw: "keys stored unrotated", block: "keys rotated within the block" };
   const encodingOf = ({ encoding, key_frame: frame }) => (encoding === "rope" ? `rope, ${FRAMES[frame]}` : encoding);
 
   function chooser({ operation, pick }) {
@@ -203,7 +203,7 @@
     }
     const { rewritten_entries: keys, copied_entries: copied, bytes_moved: bytes, seconds } = happened;
     const work = keys
-      ? `${many(keys, "key")} turned and written again, ${format.bytes(bytes)} read and written, in ${format.seconds(seconds)}.` +
+      ? `${many(keys, "key")} rotated and written again, ${format.bytes(bytes)} read and written, in ${format.seconds(seconds)}.` +
         (copied && operation !== "move_span" ? ` That is more than predicted: ${many(copied, "entry", "entries")} had to be copied first, as another sequence shares their blocks.` : "")
       : copied ? `${many(copied, "entry", "entries")} copied, no stored key changed, in ${format.seconds(seconds)}.`
         : `No stored key changed: only the list of blocks did, in ${format.seconds(seconds)}.`;
@@ -216,12 +216,12 @@
     return (i) => (i < first / size ? i : i + gone);
   }
 
-  // What became of each block of a sequence that an operation changed: {was: its base before, turned}.
+  // What became of each block of a sequence that an operation changed: {was: its base before, rotated}.
   function marks({ before, after, changed_blocks: changed }, origin) {
-    const turned = new Set(changed);
+    const rotated = new Set(changed);
     return new Map(after.blocks.map((block, i) => {
       const was = before.bases[origin(i)];
-      return [block, { was: was === after.bases[i] ? null : was, turned: turned.has(block) }];
+      return [block, { was: was === after.bases[i] ? null : was, rotated: rotated.has(block) }];
     }));
   }
 
@@ -239,19 +239,19 @@
         `block ${block}: ${many(filled, "token")} from position ${bases[i]} on`,
         sharers > 1 ? `shared by ${sharers} sequences` : null,
         mark?.was != null ? `its base was ${mark.was} before` : null,
-        mark?.turned ? "its keys were turned and written again" : null,
+        mark?.rotated ? "its keys were rotated and written again" : null,
       ].filter(Boolean).join("\n");
       return [
         hole > 0 ? element("li", { class: "hole", "data-tip": `no entries for positions ${bases[i] - hole} to ${bases[i] - 1}`, tabindex: 0 }, `${hole} gone`) : null,
         element("li", { "data-chip": block }, element("button", {
-          type: "button", class: `chip${sharers > 1 ? " shared" : ""}${mark?.turned ? " turned" : ""}${mark?.was != null ? " rebased" : ""}`,
+          type: "button", class: `chip${sharers > 1 ? " shared" : ""}${mark?.rotated ? " rotated" : ""}${mark?.was != null ? " rebased" : ""}`,
           "data-act": `cache-block-${id}-${i}`, "data-block": block, "data-base": bases[i], "data-tip": told, "aria-label": told,
           "aria-pressed": String(isChosen), disabled: kind !== "kept" ? true : null,
           style: { "--fill": filled / size }, click: (event) => press(id, i, event.shiftKey),
         },
           element("small", {}, mark?.was != null ? element("s", {}, mark.was) : null, bases[i]),
           element("b", {}, block),
-          element("i", {}, mark?.turned ? "↻" : sharers > 1 ? `×${sharers}` : ""))),
+          element("i", {}, mark?.rotated ? "↻" : sharers > 1 ? `×${sharers}` : ""))),
       ];
     });
     return element("article", { class: "sequence", "data-sequence": id },
@@ -348,7 +348,7 @@
           button("Keep it", "cache-keep", () => alone(keep), { class: "main" })),
         lifetime,
         tables,
-        element("p", { class: "note" }, "A box is a block of tokens: above, the position of its first token; below, its number in the cache. ×2: two sequences share it. ↻: its keys were turned and written again. Point at one to see it everywhere."),
+        element("p", { class: "note" }, "A box is a block of tokens: above, the position of its first token; below, its number in the cache. ×2: two sequences share it. ↻: its keys were rotated and written again. Point at one to see it everywhere."),
         actions,
         element("h2", {}, "The whole cache"), facts, pool, marksLegend, readout,
         element("h2", {}, "Running requests"), running);
@@ -599,7 +599,7 @@
 
       const brief = ({ operation, happened, before, after }) => operation === "append"
         ? `${many(after.tokens - before.tokens, "token")} more`
-        : `${many(happened.rewritten_entries, "key")} turned, ${format.bytes(happened.bytes_moved)}` +
+        : `${many(happened.rewritten_entries, "key")} rotated, ${format.bytes(happened.bytes_moved)}` +
           (happened.copied_entries && happened.rewritten_entries && operation !== "move_span" ? ", with copies of shared blocks" : "");
 
       async function watch(signal) {

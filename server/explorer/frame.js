@@ -134,8 +134,8 @@ const WORDS = [
   ["content, position", "the parts of a score: what it would be without the encoding, and what the encoding adds"],
   ["block", "the cache stores tokens by blocks, of 16 as a rule. A sequence is a list of blocks, and several may list the same one"],
   ["free, cached, held, shared", "a block is free; or its content is known and may be found again (cached); or one sequence uses it (held), or several (shared)"],
-  ["turned", "RoPE multiplies pairs of a key's numbers by a rotation whose angle is the position: one can draw a pair as the hand of a clock"],
-  ["rewritten", "a stored key that was read, turned again and written back"],
+  ["rotated", "RoPE multiplies pairs of a key's numbers by a rotation whose angle is the position: one can draw a pair as the hand of a clock"],
+  ["rewritten", "a stored key that was read, rotated again and written back"],
   ["sealed, verified", "the server takes a checksum of each full block (sealed), and compares it again and again (verified)"],
 ];
 

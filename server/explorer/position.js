@@ -11,12 +11,12 @@
   // kind of an encoding: what is seen here, and what appending and moving do to the stored key.
   const KINDS = {
     rotation: {
-      seen: "Each clock is one pair of numbers of the query and of the key. Each hand was turned once, by its own token's " +
+      seen: "Each clock is one pair of numbers of the query and of the key. Each hand was rotated once, by its own token's " +
         "position: fast pairs first, slow pairs last. The score only sees the angle between the hands.",
       append: "The query is a later token now, and its hands are elsewhere. The key's hands have not moved, because " +
         "their angle is the key's own position, whatever comes later. So appending changes nothing that is stored.",
       move: "The key has been given an earlier position, as when text before it is dropped. The hands that are stored (dashed) are now wrong, and those at the new position (solid) have to replace them: " +
-        "every pair of every such key must be turned and written again. This is what makes moving expensive.",
+        "every pair of every such key must be rotated and written again. This is what makes moving expensive.",
     },
     bias: {
       seen: "The encoding leaves queries and keys alone. It adds a number to each score, read off this curve at the distance between the two tokens.",
@@ -90,7 +90,7 @@
   }
 
   // What a rotation adds to the score of one query and key by their distance, in every head.
-  function turnedApart(pairs, far) {
+  function rotatedApart(pairs, far) {
     const distances = [...Array(far + 1).keys()];
     const added = (head, distance) => pairs.reduce((sum, { frequency, heads }) => {
       const { magnitude, phase } = heads[head];
@@ -253,8 +253,8 @@
         const kind = KINDS[found.kind] ? found.kind : found.pairs ? "rotation" : found.bias ? "bias" : "none";
         const chart = element("div", { class: "holder" }), curve = element("div", { class: "holder" });
         const far = Math.max(128, 2 * query), distance = query + grown - key + moved;
-        const turned = found.pairs?.[0]?.heads && found.key === key ? turnedApart(found.pairs, far) : null;
-        const bias = found.bias ? nearby(found.bias, far) : turned;
+        const rotated = found.pairs?.[0]?.heads && found.key === key ? rotatedApart(found.pairs, far) : null;
+        const bias = found.bias ? nearby(found.bias, far) : rotated;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
         const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
         const pairs = pairAt(shown, bias, distance);
@@ -286,7 +286,7 @@
         const added = ({ frequency, heads }) => (heads && found.key === key ? heads[head].magnitude * Math.cos(distance * frequency + heads[head].phase) : null);
         const most = Math.max(...found.pairs.map((pair) => Math.abs(added(pair) ?? 0)));
         return element("div", {},
-          element("ul", { class: "legend" }, [["query", "the query's hand, turned for this step and not stored"], ["key", moved ? "the key's hand at its new position" : "the key's hand, as it is stored"], ["stored", "the key's hand as it is still stored"]]
+          element("ul", { class: "legend" }, [["query", "the query's hand, rotated for this step and not stored"], ["key", moved ? "the key's hand at its new position" : "the key's hand, as it is stored"], ["stored", "the key's hand as it is still stored"]]
             .filter(([kind]) => kind !== "stored" || moved).map(([kind, meaning]) => element("li", {},
               svg("svg", { width: 26, height: 12, class: "clock", "aria-hidden": true }, svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, class: `hand ${kind}` }),
                 kind === "query" ? svg("circle", { cx: 22, cy: 6, r: 3.5, class: "tip query" }) : kind === "key" ? svg("rect", { x: 19, y: 3, width: 6, height: 6, class: "tip key" }) : null),

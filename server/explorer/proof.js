@@ -190,7 +190,7 @@
             const after = compared(blocks, done.after, first / size, count / size), { changed, all } = tally(after);
             const keys = done.happened.rewritten_entries;
             found.push({ model, encoding, keys, blocks: after, said: changed
-              ? `${changed} of ${all} blocks that stayed have changed: ${many(keys, "key")} turned and written again${kept.tokens % size ? ", those of the last block, which is not full and has no checksum, among them" : ""}.`
+              ? `${changed} of ${all} blocks that stayed have changed: ${many(keys, "key")} rotated and written again${kept.tokens % size ? ", those of the last block, which is not full and has no checksum, among them" : ""}.`
               : `All ${all} blocks that stayed are equal: only the list of blocks has changed.` });
           } catch (error) {
             if (!(error instanceof ApiError)) throw error;
@@ -250,8 +250,8 @@
           "So whichever encoding a model has, there is no reason to touch what is stored, and appending costs earlier entries nothing.",
         ], steps, result, appended),
         experiment(2, "Moving", [
-          "When text in the middle is dropped, what follows moves to earlier positions. RoPE, as it is usually stored, keeps each key turned " +
-          "by its position, so every moved key is now wrong, and must be read, turned and written again. ALiBi's and T5's bias is added to scores, never stored: " +
+          "When text in the middle is dropped, what follows moves to earlier positions. RoPE, as it is usually stored, keeps each key rotated " +
+          "by its position, so every moved key is now wrong, and must be read, rotated and written again. ALiBi's and T5's bias is added to scores, never stored: " +
           "the list of blocks changes, and no key. Learned and sinusoidal positions are mixed into keys and values and cannot be taken out: " +
           "those entries must be computed again. The prompt is kept once more for this, without the appended tokens.",
         ], moves, movedResult, moved,
@@ -259,7 +259,7 @@
         experiment(3, "Where appending fails", [
           "The claim has a condition: that the encoding's parameters are constants. Published “dynamic” RoPE scaling lets its " +
           "frequencies follow the length of the text. Then every step past the trained length makes earlier keys wrong. A server must " +
-          "turn all of them again, or answer with wrong ones; no model is served that way here, so this runs beside the server, in float64.",
+          "rotate all of them again, or answer with wrong ones; no model is served that way here, so this runs beside the server, in float64.",
         ], counter, armNote, counted));
       fill(counter, field("Append under", arms), button(`Append ${APPENDED} tokens`, "proof-counter", () => page.attempt(counterExample), { class: "main" }));
       showAppended();

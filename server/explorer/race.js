@@ -6,7 +6,7 @@
 panels.push({
   id: "race",
   title: "Race",
-  lead: "The same prompt runs in every lane. Watch the keys rewritten: while a model writes, that stays 0 in every lane, because what is stored does not depend on what comes later. Then go past the limit and see which lanes have to turn stored keys, and which refuse.",
+  lead: "The same prompt runs in every lane. Watch the keys rewritten: while a model writes, that stays 0 in every lane, because what is stored does not depend on what comes later. Then go past the limit and see which lanes have to rotate stored keys, and which refuse.",
   mount(root, page) {
     new Race(root, page);
   },
@@ -204,7 +204,7 @@ class Lane {
   verdict() {
     if (!this.past) return "";
     if (this.surprise !== undefined) return this.breaks ? "breaks" : "holds";
-    return this.rewritten ? "goes on, keys turned" : "goes on, no stored key touched";
+    return this.rewritten ? "goes on, keys rotated" : "goes on, no stored key touched";
   }
 
   findings() {
@@ -253,25 +253,25 @@ const listed = (lanes) => new Intl.ListFormat("en").format(lanes.map(({ model })
 
 function usualVerdict(lanes) {
   if (!lanes.some(({ count }) => count)) return "No lane has written anything, so there is nothing to compare.";
-  const turned = lanes.filter(({ rewritten }) => rewritten > 0);
-  if (turned.length) return `Keys were rewritten under ${listed(turned)}: another client's context was shortened meanwhile, or this one's.`;
+  const rotated = lanes.filter(({ rewritten }) => rewritten > 0);
+  if (rotated.length) return `Keys were rewritten under ${listed(rotated)}: another client's context was shortened meanwhile, or this one's.`;
   return "No lane rewrote a key. Writing appends, and appending costs none of them anything that was stored: a key depends on the tokens before it, never on those after.";
 }
 
 function pastVerdict(lanes) {
   const refused = lanes.filter((lane) => lane.refused !== null);
   const rest = lanes.filter((lane) => !lane.skipped);
-  const turned = rest.filter(({ rewritten }) => rewritten > 0);
+  const rotated = rest.filter(({ rewritten }) => rewritten > 0);
   const shifted = rest.filter(({ dropped, rewritten }) => dropped > 0 && rewritten === 0);
   const broken = rest.filter(({ breaks }) => breaks);
   const held = rest.filter((lane) => lane.surprise !== undefined && !lane.breaks);
   const parts = [];
-  if (turned.length) parts.push(`${listed(turned)}: the context was full, and to renumber what came after the gap every key there was turned.`);
+  if (rotated.length) parts.push(`${listed(rotated)}: the context was full, and to renumber what came after the gap every key there was rotated.`);
   if (shifted.length) parts.push(`${listed(shifted)}: renumbered too, but no key was touched, since none holds its position.`);
   if (broken.length) parts.push(`${listed(broken)}: went past the trained length and broke.`);
   if (held.length) parts.push(`${listed(held)}: went past the trained length and held.`);
   if (refused.length) parts.push(`${listed(refused)}: refused.`);
-  if (shifted.length + turned.length) parts.push("(Positions never pass what the server serves: a larger --max-model-len lets them.)");
+  if (shifted.length + rotated.length) parts.push("(Positions never pass what the server serves: a larger --max-model-len lets them.)");
   parts.push("Read up to there: the beginning of Moby-Dick, in place of the prompt.");
   return parts.join(" ");
 }

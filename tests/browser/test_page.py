@@ -80,9 +80,9 @@ def test_past_the_limit_rope_turns_keys_t5_none_and_learned_refuses(family, open
     before = {model: counted(family, name, model) for model in models}
     press(page, "race-past")
     for model in models:
-        turned = counted(family, name, model) - before[model]
-        assert shown(page, model, "keys rewritten") == f"{turned:,.0f}"
-        assert (turned > 0) == (model == "ropewalk-rope")
+        rotated = counted(family, name, model) - before[model]
+        assert shown(page, model, "keys rewritten") == f"{rotated:,.0f}"
+        assert (rotated > 0) == (model == "ropewalk-rope")
     body = {"model": "ropewalk-learned", "prompt": "a", "max_tokens": 600, "overflow": "shift"}
     reason = httpx.post(f"{family}/v1/completions", json=body).json()["error"]["message"]
     told = lane(page, "ropewalk-learned").locator(".race-text").text_content()

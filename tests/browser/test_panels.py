@@ -90,10 +90,10 @@ def test_a_shift_under_rope_turns_exactly_the_keys_that_were_counted(panel, fami
     (after,) = kept(family, "ropewalk-rope")[-1:]
     keys = 4 * 4 * (after["tokens"] - 32)  # layers, heads, and the tokens after the first 32
     assert keys == predicted
-    assert f"{keys:,} keys turned and written again" in page.text_content(".told")
+    assert f"{keys:,} keys rotated and written again" in page.text_content(".told")
     shown = attributes(page, ".sequence:first-of-type .chip", "data-block", "class")
-    turned = [int(block) for block, kind in shown if "turned" in kind]
-    assert turned == after["blocks"][2:]
+    rotated = [int(block) for block, kind in shown if "rotated" in kind]
+    assert rotated == after["blocks"][2:]
     was = dict(zip(before["blocks"], before["checksums"], strict=True))
     same = [
         was[block] == now for block, now in zip(after["blocks"], after["checksums"], strict=True)
@@ -108,7 +108,7 @@ def test_what_happened_stays_when_few_blocks_are_left(panel):
     while page.locator('[data-act="cache-do"]').count():
         press(page, "cache-do")
         page.wait_for_selector("#panel-cache .inside:not([inert])")
-        assert "turned and written again" in page.inner_text(".told")
+        assert "rotated and written again" in page.inner_text(".told")
     assert "No full block is left" in page.inner_text(".actions")
     left = page.locator(".sequence").first.locator("header .figure").inner_text()
     assert int(left.split()[0]) < 16
