@@ -58,11 +58,11 @@ class GatedDecoder(Architecture):
         """The same, from GGUF metadata."""
         return (None,) * layers
 
-    def turning_layers(self, fields: Fields, layers: int) -> Sequence[int] | None:
+    def rotated_layers(self, fields: Fields, layers: int) -> Sequence[int] | None:
         """Which layers rotate queries and keys, from config.json; None: all."""
         return None
 
-    def turning_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
+    def rotated_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
         """The same for GGUF, whose metadata never state it; override for another convention."""
         return None
 
@@ -82,7 +82,7 @@ class GatedDecoder(Architecture):
             head_dim,
             context,
             kinds=self.rope_kinds,
-            layers=self.turning_layers(fields, layers),
+            layers=self.rotated_layers(fields, layers),
         )
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
@@ -127,7 +127,7 @@ class GatedDecoder(Architecture):
             weights,
             head_dim,
             context,
-            layers=self.turning_layers_in_gguf(layers),
+            layers=self.rotated_layers_in_gguf(layers),
         )
         config = ModelConfig(
             vocab_size=vocab_size_of_gguf(fields, own, weights),

@@ -82,11 +82,11 @@ class GPTNeoX(PlainDecoder):
         parallel = fields.flag(own + "use_parallel_residual")
         if parallel is None:
             raise fields.missing(own + "use_parallel_residual")
-        turning = fields.optional_integer(own + "rope.dimension_count", usual.head_dim)
+        rotated = fields.optional_integer(own + "rope.dimension_count", usual.head_dim)
         base = fields.number(own + "rope.freq_base")
         return replace(
             usual,
-            encoding=rope_spec(fields, base, turning or usual.head_dim),
+            encoding=rope_spec(fields, base, rotated or usual.head_dim),
             activation="gelu",  # not stated in GGUF: as in Pythia
             block="parallel" if parallel else "pre_norm",
         )

@@ -50,9 +50,9 @@ class Pairs:
     def undo(self, tensor: Tensor) -> Tensor:
         """[heads · head_dim, ...] in stored order → the same in half layout."""
         rows = tensor.reshape(self.num_heads, -1, *tensor.shape[1:]).clone()
-        turning = rows[:, : self.width]
-        pairs = turning.reshape(self.num_heads, self.width // 2, 2, *tensor.shape[1:])
-        rows[:, : self.width] = pairs.transpose(1, 2).reshape(turning.shape)
+        rotated = rows[:, : self.width]
+        pairs = rotated.reshape(self.num_heads, self.width // 2, 2, *tensor.shape[1:])
+        rows[:, : self.width] = pairs.transpose(1, 2).reshape(rotated.shape)
         return rows.reshape(tensor.shape)
 
 

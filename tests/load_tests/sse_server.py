@@ -162,7 +162,7 @@ async def _request(reader: asyncio.StreamReader, running: Running) -> tuple[str,
     body = json.loads(content) if content else {}
     if path == "/v1/completions":
         running.bodies.append(body)
-        running.num_heads.append(head)
+        running.heads.append(head)
     return path, body
 
 

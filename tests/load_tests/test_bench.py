@@ -118,7 +118,7 @@ def test_options_reach_the_wire(capsys, tmp_path):
     assert body["model"] == "other"
     assert "ignore_eos" not in body
     assert len(body["prompt"].split()) == 4
-    assert "Bearer k" in running.num_heads[-1]
+    assert "Bearer k" in running.heads[-1]
 
 
 @pytest.mark.parametrize("key", [["--api-key", "sesame"], ["--api-key=sesame"]])

@@ -203,7 +203,7 @@ def test_what_is_sent():
             "ignore_eos": True,
         }
     ]
-    assert "Authorization: Bearer k\r\n" in running.num_heads[0]
+    assert "Authorization: Bearer k\r\n" in running.heads[0]
 
 
 def test_more_fields_of_a_request_reach_the_wire():
@@ -280,5 +280,5 @@ def test_no_connection_is_left_open():
         assert all(outcome.error is None for outcome in asyncio.run(several()))
         assert running.most_in_flight == 8
     assert running.in_flight == 0
-    assert all("Connection: close" in head for head in running.num_heads)
+    assert all("Connection: close" in head for head in running.heads)
     assert len({json.dumps(body) for body in running.bodies}) == 1

@@ -88,7 +88,7 @@ def test_norms_and_activations_of_other_models_are_watched():
 @pytest.mark.triton
 def test_parts_that_triton_computes_are_watched():
     pytest.importorskip("triton", reason="Triton is not installed")
-    one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
+    one_layer = {"num_layers": 1, "windows": (None,)}  # interpreted, each takes long
     decoder = on_triton(tiny("rope", dtype=torch.float32, device=DEVICE, **one_layer))
     found = times(decoder, steps=1)
     # Linear layers do it, with the norm before and the residual after them.

@@ -118,7 +118,7 @@ def test_every_encoding(encoding, dtype, kernels):
     changes=[
         {"qk_norm": True, "qkv_bias": True},
         {"out_bias": True, "mlp_bias": True},
-        {"kv_heads": 6},
+        {"num_kv_heads": 6},
         {"windows": (7, None, 7)},
     ],
     bits=BITS,
