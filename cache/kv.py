@@ -79,9 +79,9 @@ class Shape(Protocol):
     """What a cache needs to know of a model."""
 
     @property
-    def layers(self) -> int: ...
+    def num_layers(self) -> int: ...
     @property
-    def kv_heads(self) -> int: ...
+    def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
 
@@ -99,10 +99,11 @@ class KVCache:
         device: torch.device,
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
-        self.layers, self.kv_heads, self.head_dim = shape.layers, shape.kv_heads, shape.head_dim
+        self.num_layers, self.num_kv_heads = shape.num_layers, shape.num_kv_heads
+        self.head_dim = shape.head_dim
         self.dtype = dtype
         self.device = device
-        size = (self.layers, blocks, block_size, self.kv_heads)
+        size = (self.num_layers, blocks, block_size, self.num_kv_heads)
         # Not cleared: a slot is written before it is read, and untouched memory costs nothing. Not
         # empty_like either: on "meta" it makes torch import modules for seconds.
         self._keys = torch.empty(*size, self.head_dim, dtype=dtype, device=device)
@@ -127,7 +128,7 @@ class KVCache:
     @property
     def entries_per_token(self) -> int:
         """K and V vectors stored for one token, over all layers."""
-        return 2 * self.layers * self.kv_heads
+        return 2 * self.num_layers * self.num_kv_heads
 
     @property
     def bytes_per_entry(self) -> int:
@@ -145,7 +146,7 @@ def bytes_per_entry(head_dim: int, dtype: torch.dtype) -> int:
 
 def bytes_per_token(shape: Shape, dtype: torch.dtype) -> int:
     """Size of the keys and values of one token, over all layers."""
-    return 2 * shape.layers * shape.kv_heads * bytes_per_entry(shape.head_dim, dtype)
+    return 2 * shape.num_layers * shape.num_kv_heads * bytes_per_entry(shape.head_dim, dtype)
 
 
 def _at_slots(stored: Tensor, slots: Tensor, new: Tensor) -> None:

@@ -151,13 +151,13 @@ class Ledger:
 
     def __init__(self, kv: KVCache, mode: Audit, sums: FoldSums = fold_sums) -> None:
         self.mode = mode
-        self._entries = kv.block_size * kv.kv_heads  # of one layer and part of a block
+        self._entries = kv.block_size * kv.num_kv_heads  # of one layer and part of a block
         # Least recently sealed or verified first.
         self._sealed: OrderedDict[int, None] = OrderedDict()
         self._checksums = Checksums(kv, sums)
         self._together = SAMPLED_TOGETHER if kv.device.type == "cpu" else SAMPLED_TOGETHER_ELSEWHERE
         self._device = kv.device
-        self._seals = torch.zeros(kv.blocks, 2, kv.layers, dtype=torch.int64, device=kv.device)
+        self._seals = torch.zeros(kv.blocks, 2, kv.num_layers, dtype=torch.int64, device=kv.device)
         self._counts = _NOTHING
         self._owed = 0  # blocks that `sample` has yet to verify
 

@@ -143,7 +143,9 @@ class Operations:
         rotating = sum(
             rules.capability(operation.op, self._kv.dtype) in REWRITES for rules in self._rules
         )
-        rewritten = rotating * self._kv.kv_heads * sum(each.slots for each in moving if each.delta)
+        rewritten = (
+            rotating * self._kv.num_kv_heads * sum(each.slots for each in moving if each.delta)
+        )
         copied = self._kv.entries_per_token * self._copied_slots(operation, moving)
         return OpReport(
             operation.op,
@@ -189,7 +191,7 @@ class Operations:
             sources, targets = (
                 tensor_on(self._kv.device, each) for each in zip(*some, strict=True)
             )
-            for layer in range(self._kv.layers):
+            for layer in range(self._kv.num_layers):
                 for part in self._kv.layer(layer):
                     part[targets] = part[sources]
 
@@ -203,7 +205,7 @@ class Operations:
             alike = [each for each in moving if each.delta == delta]
             for some in _batched(alike):
                 blocks = tensor_on(self._kv.device, [each.block for each in some])
-                keys = self._kv.kv_heads * sum(each.slots for each in some)
+                keys = self._kv.num_kv_heads * sum(each.slots for each in some)
                 for layer, rules in enumerate(self._rules):
                     if rules.capability(op, self._kv.dtype) in REWRITES:
                         self._kv.layer(layer).change_keys(blocks, partial(rules.shift, delta=delta))

@@ -107,10 +107,12 @@ def cost_table() -> str:
     for label, name, options in sorted((*counted, *VARIANTS), key=lambda row: row[1]):
         encoding = example(find(name), SHAPE, max(LENGTHS) if options else 1024, options)
         rows.append(row(label, [encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS]))
-    columns = SHAPE.layers * SHAPE.heads * SHAPE.head_dim
+    columns = SHAPE.num_layers * SHAPE.num_heads * SHAPE.head_dim
     attention = [PositionalWork(flops=4 * columns * n, bytes=4 * columns * n) for n in LENGTHS]
     rows.append(row("*attention itself, bfloat16 cache*", attention))
-    matrices = SHAPE.layers * (4 * SHAPE.width**2 + 2 * SHAPE.width * SHAPE.ffn_width)
+    matrices = SHAPE.num_layers * (
+        4 * SHAPE.hidden_size**2 + 2 * SHAPE.hidden_size * SHAPE.intermediate_size
+    )
     weights = PositionalWork(flops=2 * matrices, bytes=2 * matrices)
     rows.append(row("*weight matrices of the layers, bfloat16*", [weights] * len(LENGTHS)))
     return "\n".join(rows)

@@ -36,12 +36,12 @@ SHORT = 64  # context of an encoding when its length does not matter
 # The smallest GPT-2: 12 layers of 12 heads of 64.
 SHAPE = ModelConfig(
     vocab_size=50257,
-    width=768,
-    layers=12,
-    heads=12,
-    kv_heads=12,
+    hidden_size=768,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=12,
     head_dim=64,
-    ffn_width=3072,
+    intermediate_size=3072,
     norm_eps=1e-5,
     trained_context=1024,
     encoding=EncodingSpec("nope", {}),
@@ -284,7 +284,7 @@ def _ability_as_json(ability: Ability) -> dict[str, object]:
 
 def listing(place: Place, entries: Iterable[dict[str, object]]) -> dict[str, object]:
     """Entries as JSON, with their device and dtype, and the shape that `work` refers to."""
-    names = ("layers", "heads", "kv_heads", "head_dim", "width")
+    names = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size")
     return {
         "object": "list",
         "device": place.device.type,

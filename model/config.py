@@ -42,12 +42,12 @@ class ModelConfig:
     """Covers every decoder-only architecture; `width` is that of the residual stream."""
 
     vocab_size: int  # rows of the embedding
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
-    ffn_width: int
+    intermediate_size: int
     norm_eps: float
     trained_context: int  # positions the model was trained for
     encoding: EncodingSpec

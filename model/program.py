@@ -118,8 +118,8 @@ class Store(Op):
 class Attend(Op):
     """Queries over the keys of a layer of the cache: their own, or those of encoded prompts."""
 
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     scale: float
     layer: int

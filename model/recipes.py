@@ -51,9 +51,9 @@ class Layer:
     def attention(self, x: str = "n") -> Iterator[Op]:
         """x → d."""
         config, at, dim = self.config, f"{self.at}attention.", self.config.head_dim
-        of_queries, of_keys = config.heads * dim, config.kv_heads * dim
+        of_queries, of_keys = config.num_heads * dim, config.num_kv_heads * dim
         outputs = (of_queries, of_keys, of_keys)
-        yield Linear(x, "q k v", f"{at}qkv", config.width, outputs, config.qkv_bias)
+        yield Linear(x, "q k v", f"{at}qkv", config.hidden_size, outputs, config.qkv_bias)
         if config.qkv_clip is not None:
             yield Clip("q k v", "q k v", config.qkv_clip)
         if config.qk_norm:
@@ -62,42 +62,44 @@ class Layer:
         yield Rotate("q k", "q k", dim, self.encoding)
         yield Store("k v", "", dim, self.index)
         yield self._attend(self.encoding, crosses=False)
-        yield Linear("y", "d", f"{at}out", of_queries, (config.width,), config.out_bias)
+        yield Linear("y", "d", f"{at}out", of_queries, (config.hidden_size,), config.out_bias)
 
     def cross(self, x: str = "n") -> Iterator[Op]:
         """x → d, over the encoded prompt; without positions."""
         config, at = self.config, f"{self.at}cross."
-        inside = config.heads * config.head_dim
-        yield Linear(x, "q", f"{at}q", config.width, (inside,), config.qkv_bias)
+        inside = config.num_heads * config.head_dim
+        yield Linear(x, "q", f"{at}q", config.hidden_size, (inside,), config.qkv_bias)
         yield self._attend(None, crosses=True)
-        yield Linear("y", "d", f"{at}out", inside, (config.width,), config.out_bias)
+        yield Linear("y", "d", f"{at}out", inside, (config.hidden_size,), config.out_bias)
 
     def crossed(self, encoded: str) -> Iterator[Op]:
         """Store the encoded prompt's keys and values for `cross`."""
         config = self.config
-        outputs = (config.kv_heads * config.head_dim,) * 2
-        yield Linear(encoded, "k v", f"{self.at}cross.kv", config.width, outputs, config.qkv_bias)
+        outputs = (config.num_kv_heads * config.head_dim,) * 2
+        yield Linear(
+            encoded, "k v", f"{self.at}cross.kv", config.hidden_size, outputs, config.qkv_bias
+        )
         yield Store("k v", "", config.head_dim, self.index)
 
     def mlp(self, x: str = "n") -> Iterator[Op]:
         """x → d."""
-        config, at, width = self.config, f"{self.at}mlp.", self.config.ffn_width
+        config, at, width = self.config, f"{self.at}mlp.", self.config.intermediate_size
         bias = config.mlp_bias
         if config.gated:
-            yield Linear(x, "gate up", f"{at}gate_up", config.width, (width, width), bias)
+            yield Linear(x, "gate up", f"{at}gate_up", config.hidden_size, (width, width), bias)
             yield Gate("gate up", "h", config.activation)
         else:
-            yield Linear(x, "up", f"{at}up", config.width, (width,), bias)
+            yield Linear(x, "up", f"{at}up", config.hidden_size, (width,), bias)
             yield Activate("up", "h", config.activation)
-        yield Linear("h", "d", f"{at}down", width, (config.width,), bias)
+        yield Linear("h", "d", f"{at}down", width, (config.hidden_size,), bias)
 
     def _attend(self, encoding: PositionalEncoding | None, crosses: bool) -> Op:
         config = self.config
         return Attend(
             "q",
             "y",
-            heads=config.heads,
-            kv_heads=config.kv_heads,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.attention_scale or config.head_dim**-0.5,
             layer=self.index,
@@ -175,15 +177,15 @@ def norm(config: ModelConfig, name: str, x: str = "x", to: str = "n") -> Op:
     """The config's kind of norm, over the residual's width."""
     centred = config.norm == "layer"
     bias = centred and config.norm_bias
-    return Norm(x, to, name, config.width, config.norm_eps, centred, bias)
+    return Norm(x, to, name, config.hidden_size, config.norm_eps, centred, bias)
 
 
 def decoder(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
     """Embed, blocks, norm, head."""
-    width = config.embed_width or config.width
+    width = config.embed_width or config.hidden_size
     yield from embedded(config, width)
     if config.embed_width is not None:
-        yield Linear("x", "x", "project_in", width, (config.width,))
+        yield Linear("x", "x", "project_in", width, (config.hidden_size,))
     yield Place("x", "x", encoding)
     if config.embed_norm:
         yield norm(config, "embed_norm", to="x")
@@ -191,20 +193,20 @@ def decoder(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
     if config.block != "post_norm":
         yield norm(config, "norm", to="x")
     if config.embed_width is not None:
-        yield Linear("x", "x", "project_out", config.width, (width,))
+        yield Linear("x", "x", "project_out", config.hidden_size, (width,))
     yield head(config, width)
 
 
 def answers(config: EncoderDecoderConfig, encoding: PositionalEncoding) -> Iterator[Op]:
     """The decoder of an encoder-decoder."""
-    yield from embedded(config, config.width)
+    yield from embedded(config, config.hidden_size)
     yield Place("x", "x", encoding)
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         yield from with_cross(Layer(config, f"layers.{layer}.", layer, encoding.for_layer(layer)))
     yield norm(config, "norm", to="x")
     if config.output_scale != 1.0:
         yield Scale("x", "x", config.output_scale)
-    yield head(config, config.width)
+    yield head(config, config.hidden_size)
 
 
 def prompts(
@@ -215,14 +217,14 @@ def prompts(
     Until these are stored, the prompts' blocks of the cache's first layer hold the encoder's own
     keys and values, one layer after another, so that no second cache is needed.
     """
-    yield from embedded(config, config.width)
+    yield from embedded(config, config.hidden_size)
     yield Place("x", "x", encoding)
     encoder = config.encoder
-    for layer in range(encoder.layers):
+    for layer in range(encoder.num_layers):
         own = encoding.for_layer(layer)
         yield from pre_norm(Layer(encoder, f"encoder.layers.{layer}.", 0, own, causal=False))
     yield norm(encoder, "encoder.norm", to="x")
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         own = of_answers.for_layer(layer)
         yield from Layer(config, f"layers.{layer}.", layer, own).crossed("x")
 
@@ -235,7 +237,7 @@ def embedded(config: ModelConfig, width: int) -> Iterator[Op]:
 
 def blocks(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
     block = config.block if callable(config.block) else BLOCKS[config.block]
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         own = encoding.for_layer(layer)
         yield from block(Layer(config, f"layers.{layer}.", layer, own, config.windows[layer]))
 

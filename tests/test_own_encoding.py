@@ -53,7 +53,7 @@ def test_example_computes_what_it_says(kerple) -> None:
     distance = (positions[:, None] - positions).clamp(min=0).double()
     assert torch.allclose(found.double(), -2 * torch.log(1 + 0.5 * distance), atol=1e-5)
     assert encoding.max_positions == 100
-    assert encoding.work(SHAPE, 50, BLOCK_SIZE).flops == SHAPE.layers * SHAPE.heads * 50
+    assert encoding.work(SHAPE, 50, BLOCK_SIZE).flops == SHAPE.num_layers * SHAPE.num_heads * 50
     with pytest.raises(ValueError, match="kerple takes"):
         example(find(kerple), SHAPE, 100, {"r3": 1})
 
@@ -78,7 +78,7 @@ def test_example_is_served(kerple, tmp_path, attention) -> None:
 def test_example_may_be_in_a_checkpoint(kerple) -> None:
     """Reading one asks for a decoder without memory."""
     encoding = create(EncodingSpec(kerple, {"r1": 2}), SHAPE, 64, torch.device("meta"))
-    assert encoding.score_bias().table.shape == (SHAPE.heads, 64)
+    assert encoding.score_bias().table.shape == (SHAPE.num_heads, 64)
 
 
 def commands() -> list[list[str]]:

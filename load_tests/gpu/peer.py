@@ -43,11 +43,11 @@ def model_of(config: ModelConfig, setting: Setting) -> Any:
     library = import_module(PEER)
     described = library.LlamaConfig(
         vocab_size=config.vocab_size,
-        hidden_size=config.width,
-        intermediate_size=config.ffn_width,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        num_key_value_heads=config.kv_heads,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         tie_word_embeddings=config.tied_embeddings,
         bos_token_id=None,

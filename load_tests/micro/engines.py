@@ -54,7 +54,7 @@ def decoding(
         past_prompts,
         kv,
         manager_of(kv),
-        [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
+        [decoder.encoding.for_layer(layer) for layer in range(config.num_layers)],
         # All prompts in one step: otherwise the first requests would grow while the last wait.
         Limits(requests, requests * longest, longest, max_queue=requests),
         PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
@@ -86,7 +86,7 @@ def engine(
         _first_token,
         kv,
         manager_of(kv),
-        [encoding] * config.layers,
+        [encoding] * config.num_layers,
         Limits(max_seqs, max_step_tokens, max_context, max_queue=1 << 20),
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
         kernels,

@@ -40,7 +40,7 @@ PARTS = (DETOKENISING, CHUNKS, HTTP)
 
 _NAME = "profiled"
 _WARM = 4  # steps with all requests before any is timed
-_SHAPE = replace(SHAPES["small"], layers=1, heads=1, kv_heads=1, vocab_size=2)
+_SHAPE = replace(SHAPES["small"], num_layers=1, num_heads=1, num_kv_heads=1, vocab_size=2)
 _TOGETHER_S = 20.0  # longest wait for all requests to arrive
 
 

@@ -41,7 +41,7 @@ class Ceiling:
 
     def prefill_seconds(self, config: ModelConfig, tokens: int) -> float:
         """The least time of a pass over one prompt, from its linear layers alone."""
-        head = config.vocab_size * (config.embed_width or config.width)  # last row only
+        head = config.vocab_size * (config.embed_width or config.hidden_size)  # last row only
         products = (_weights(config) - head) * tokens + head
         return 2 * products / self.operations_per_s
 

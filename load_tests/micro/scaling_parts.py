@@ -29,7 +29,7 @@ AHEAD = 1024  # tokens that a request may still get while it is measured
 RUNNING = 8  # requests, if another size grows
 LONG_PROMPT = 16000  # tokens of the prompts that fill a pool
 # A shape with which 100,000 blocks are still a small cache.
-NARROW = replace(SHAPES["small"], layers=1, heads=1, kv_heads=1)
+NARROW = replace(SHAPES["small"], num_layers=1, num_heads=1, num_kv_heads=1)
 HELD = 64  # blocks of the sequence that the manager's parts reserve and release
 SIZES: Mapping[str, str] = {  # what each counts
     "batch": "requests in the batch",

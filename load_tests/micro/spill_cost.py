@@ -100,7 +100,7 @@ class Bench:
             decoder,
             kv,
             self._manager,
-            [decoder.encoding.for_layer(layer) for layer in range(config.layers)],
+            [decoder.encoding.for_layer(layer) for layer in range(config.num_layers)],
             Limits(self._batch + 1, 512, longest, max_queue=100, lone_factor=2),
             PositionMeter(),
             kernels,

@@ -31,9 +31,9 @@ class Bloom(PlainDecoder):
         offset_alibi slow_but_exact skip_bias_add skip_bias_add_qkv
     """
     keys = Keys(
-        width=("hidden_size", "n_embed"),
-        layers=("n_layer", "num_hidden_layers"),
-        heads=("n_head", "num_attention_heads"),
+        hidden_size=("hidden_size", "n_embed"),
+        num_layers=("n_layer", "num_hidden_layers"),
+        num_heads=("n_head", "num_attention_heads"),
         context="seq_length",
         norm_eps="layer_norm_epsilon",
     )

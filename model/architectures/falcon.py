@@ -38,9 +38,9 @@ class Falcon(PlainDecoder):
         num_ln_in_parallel_attn rope_parameters rope_theta
     """
     keys = Keys(
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
+        hidden_size="hidden_size",
+        num_layers="num_hidden_layers",
+        num_heads="num_attention_heads",
         context="max_position_embeddings",
         norm_eps="layer_norm_epsilon",
     )
@@ -68,7 +68,8 @@ class Falcon(PlainDecoder):
         alibi = {"scaled": True, "hf_exact": True}
         return replace(
             usual,
-            ffn_width=fields.optional_integer("ffn_hidden_size", Most.FFN_WIDTH) or usual.ffn_width,
+            intermediate_size=fields.optional_integer("ffn_hidden_size", Most.FFN_WIDTH)
+            or usual.intermediate_size,
             encoding=EncodingSpec("alibi", alibi),
             activation=activation(fields, "activation", "gelu"),
             qkv_bias=bias,

@@ -58,11 +58,11 @@ class GatedDecoder(Architecture):
         """The same, from GGUF metadata."""
         return (None,) * layers
 
-    def turning_layers(self, fields: Fields, layers: int) -> Sequence[int] | None:
+    def rotated_layers(self, fields: Fields, layers: int) -> Sequence[int] | None:
         """Which layers rotate queries and keys, from config.json; None: all."""
         return None
 
-    def turning_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
+    def rotated_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
         """The same for GGUF, whose metadata never state it; override for another convention."""
         return None
 
@@ -82,16 +82,16 @@ class GatedDecoder(Architecture):
             head_dim,
             context,
             kinds=self.rope_kinds,
-            layers=self.turning_layers(fields, layers),
+            layers=self.rotated_layers(fields, layers),
         )
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
+            hidden_size=width,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_width=fields.integer("intermediate_size", Most.FFN_WIDTH),
+            intermediate_size=fields.integer("intermediate_size", Most.FFN_WIDTH),
             norm_eps=fields.number("rms_norm_eps"),
             trained_context=_trained_context(fields, encoding, context),
             encoding=encoding,
@@ -127,16 +127,16 @@ class GatedDecoder(Architecture):
             weights,
             head_dim,
             context,
-            layers=self.turning_layers_in_gguf(layers),
+            layers=self.rotated_layers_in_gguf(layers),
         )
         config = ModelConfig(
             vocab_size=vocab_size_of_gguf(fields, own, weights),
-            width=width,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
+            hidden_size=width,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
-            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
+            intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
             trained_context=rotation_gguf.trained_context_in_gguf(fields, own, encoding, context),
             encoding=encoding,
@@ -168,8 +168,8 @@ class GatedDecoder(Architecture):
         if self.gguf_pairs:
             width = config.encoding.options["width"]
             orders = (
-                stored.Pairs(config.heads, width),
-                stored.Pairs(config.kv_heads, width),
+                stored.Pairs(config.num_heads, width),
+                stored.Pairs(config.num_kv_heads, width),
                 None,
             )
         return stored.decoder(config, self.gguf_names, qkv_orders=orders)

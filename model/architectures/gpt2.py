@@ -53,7 +53,8 @@ class GPT2(PlainDecoder):
                 raise fields.error(f"{name} is not supported")
         return replace(
             usual,
-            ffn_width=fields.optional_integer("n_inner", Most.FFN_WIDTH) or usual.ffn_width,
+            intermediate_size=fields.optional_integer("n_inner", Most.FFN_WIDTH)
+            or usual.intermediate_size,
             encoding=EncodingSpec("learned", {"positions": usual.trained_context, "offset": 0}),
             activation=activation(fields, "activation_function", "gelu_new"),
             attention_scale=1.0 if fields.flag("scale_attn_weights") is False else None,

@@ -41,11 +41,11 @@ class GPTNeoX(PlainDecoder):
         is_decoder
     """
     keys = Keys(
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
+        hidden_size="hidden_size",
+        num_layers="num_hidden_layers",
+        num_heads="num_attention_heads",
         context="max_position_embeddings",
-        ffn_width="intermediate_size",
+        intermediate_size="intermediate_size",
         norm_eps="layer_norm_eps",
         tied=False,
     )
@@ -82,11 +82,11 @@ class GPTNeoX(PlainDecoder):
         parallel = fields.flag(own + "use_parallel_residual")
         if parallel is None:
             raise fields.missing(own + "use_parallel_residual")
-        turning = fields.optional_integer(own + "rope.dimension_count", usual.head_dim)
+        rotated = fields.optional_integer(own + "rope.dimension_count", usual.head_dim)
         base = fields.number(own + "rope.freq_base")
         return replace(
             usual,
-            encoding=rope_spec(fields, base, turning or usual.head_dim),
+            encoding=rope_spec(fields, base, rotated or usual.head_dim),
             activation="gelu",  # not stated in GGUF: as in Pythia
             block="parallel" if parallel else "pre_norm",
         )

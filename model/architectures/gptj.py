@@ -52,11 +52,12 @@ class GPTJ(PlainDecoder):
     )
 
     def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
-        turning = fields.integer("rotary_dim", Most.HEAD_DIM)
+        rotated = fields.integer("rotary_dim", Most.HEAD_DIM)
         return replace(
             usual,
-            ffn_width=fields.optional_integer("n_inner", Most.FFN_WIDTH) or usual.ffn_width,
-            encoding=rope_spec(fields, 10000.0, turning, layout="interleaved"),
+            intermediate_size=fields.optional_integer("n_inner", Most.FFN_WIDTH)
+            or usual.intermediate_size,
+            encoding=rope_spec(fields, 10000.0, rotated, layout="interleaved"),
             activation=activation(fields, "activation_function", "gelu_new"),
             block="parallel_one_norm",
             qkv_bias=False,
@@ -66,11 +67,11 @@ class GPTJ(PlainDecoder):
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
         """Rows of queries and keys are as published: adjacent coordinates form pairs here too."""
-        turning = fields.integer(own + "rope.dimension_count", usual.head_dim)
+        rotated = fields.integer(own + "rope.dimension_count", usual.head_dim)
         base = fields.number(own + "rope.freq_base")
         return replace(
             usual,
-            encoding=rope_spec(fields, base, turning, layout="interleaved"),
+            encoding=rope_spec(fields, base, rotated, layout="interleaved"),
             activation="gelu_tanh",
             block="parallel_one_norm",
             qkv_bias=False,

@@ -27,11 +27,11 @@ class OPT(PlainDecoder):
     )
     harmless = "activation_dropout dropout init_std layerdrop"
     keys = Keys(
-        width="hidden_size",
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
+        hidden_size="hidden_size",
+        num_layers="num_hidden_layers",
+        num_heads="num_attention_heads",
         context="max_position_embeddings",
-        ffn_width="ffn_dim",
+        intermediate_size="ffn_dim",
     )
     names = stored.Names(
         embed="model.decoder.embed_tokens",
@@ -63,7 +63,7 @@ class OPT(PlainDecoder):
             ),
             activation=activation(fields, "activation_function", "relu"),
             block="post_norm" if fields.flag("do_layer_norm_before") is False else "pre_norm",
-            embed_width=None if embedded == usual.width else embedded,
+            embed_width=None if embedded == usual.hidden_size else embedded,
             qkv_bias=bias,
             out_bias=bias,
             mlp_bias=bias,

@@ -28,11 +28,11 @@ NOPE = EncodingSpec("nope", {})
 class Keys:
     """The keys of config.json by which a family states its sizes; a pair: older files' name too."""
 
-    width: str | tuple[str, str]
-    layers: str | tuple[str, str]
-    heads: str | tuple[str, str]
+    hidden_size: str | tuple[str, str]
+    num_layers: str | tuple[str, str]
+    num_heads: str | tuple[str, str]
     context: str
-    ffn_width: str | None = None  # None: four times the width
+    intermediate_size: str | None = None  # None: four times the width
     norm_eps: str | None = None  # None: 1e-5
     tied: bool = True  # whether the head is the embedding, where tie_word_embeddings is absent
 
@@ -68,16 +68,20 @@ class PlainDecoder(Architecture):
     def _usual(self, fields: Fields) -> ModelConfig:
         """What config.json says of the sizes."""
         keys = self.keys
-        width = _either(fields, keys.width, Most.WIDTH)
-        ffn_width = fields.integer(keys.ffn_width, Most.FFN_WIDTH) if keys.ffn_width else None
+        hidden_size = _either(fields, keys.hidden_size, Most.WIDTH)
+        intermediate_size = (
+            fields.integer(keys.intermediate_size, Most.FFN_WIDTH)
+            if keys.intermediate_size
+            else None
+        )
         tied = fields.flag("tie_word_embeddings")
         return plain_config(
             fields,
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
-            width=width,
-            layers=_either(fields, keys.layers, Most.LAYERS),
-            heads=_either(fields, keys.heads, Most.HEADS),
-            ffn_width=ffn_width or 4 * width,
+            hidden_size=hidden_size,
+            num_layers=_either(fields, keys.num_layers, Most.LAYERS),
+            num_heads=_either(fields, keys.num_heads, Most.HEADS),
+            intermediate_size=intermediate_size or 4 * hidden_size,
             norm_eps=fields.number(keys.norm_eps) if keys.norm_eps else 1e-5,
             trained_context=fields.integer(keys.context, Most.CONTEXT),
             tied_embeddings=keys.tied if tied is None else tied,
@@ -87,17 +91,17 @@ class PlainDecoder(Architecture):
         fields = self.described_by_gguf(fields)
         refuse_split(fields)
         own = f"{self.gguf_name}."
-        heads = fields.integer(own + "attention.head_count", Most.HEADS)
-        kv_heads = fields.optional_integer(own + "attention.head_count_kv", Most.HEADS)
-        if kv_heads not in (None, heads):
+        num_heads = fields.integer(own + "attention.head_count", Most.HEADS)
+        num_kv_heads = fields.optional_integer(own + "attention.head_count_kv", Most.HEADS)
+        if num_kv_heads not in (None, num_heads):
             raise fields.error("attention.head_count_kv differs from attention.head_count")
         usual = plain_config(
             fields,
             vocab_size=vocab_size_of_gguf(fields, own, weights),
-            width=fields.integer(own + "embedding_length", Most.WIDTH),
-            layers=fields.integer(own + "block_count", Most.LAYERS),
-            heads=heads,
-            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
+            hidden_size=fields.integer(own + "embedding_length", Most.WIDTH),
+            num_layers=fields.integer(own + "block_count", Most.LAYERS),
+            num_heads=num_heads,
+            intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_epsilon"),
             trained_context=fields.integer(own + "context_length", Most.CONTEXT),
             tied_embeddings="output.weight" not in weights.names(),
@@ -107,7 +111,7 @@ class PlainDecoder(Architecture):
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
-        orders = (stored.FusedByHead(config.heads),) if self.fused_by_head else ()
+        orders = (stored.FusedByHead(config.num_heads),) if self.fused_by_head else ()
         found = stored.decoder(config, self.names, qkv_orders=orders, transposed=self.transposed)
         if any(name.startswith(self.prefix) for name in names):
             return found
@@ -131,18 +135,18 @@ class PlainDecoder(Architecture):
 
 
 def plain_config(
-    fields: Fields, *, width: int, layers: int, heads: int, **others: Any
+    fields: Fields, *, hidden_size: int, num_layers: int, num_heads: int, **others: Any
 ) -> ModelConfig:
     """The usual config of these families; `others` are the fields of ModelConfig that differ."""
-    if width % heads:
-        raise fields.error(f"the width {width} is not a multiple of {heads} heads")
+    if hidden_size % num_heads:
+        raise fields.error(f"the hidden size {hidden_size} is not a multiple of {num_heads} heads")
     usual: dict[str, Any] = {
-        "width": width,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": width // heads,
-        "windows": (None,) * layers,
+        "hidden_size": hidden_size,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": hidden_size // num_heads,
+        "windows": (None,) * num_layers,
         "encoding": NOPE,
         "qkv_bias": True,
         "out_bias": True,

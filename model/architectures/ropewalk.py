@@ -22,6 +22,14 @@ from ropewalk.model.recipes import allocate
 from ropewalk.model.weights.base import CheckpointError, WeightFile, shown
 
 META = torch.device("meta")
+# What a field was called in files of version 0.1.
+FORMER = {
+    "hidden_size": "width",
+    "num_layers": "layers",
+    "num_heads": "heads",
+    "num_kv_heads": "kv_heads",
+    "intermediate_size": "ffn_width",
+}
 ENCODING_NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a file, or package.module:Class
 # What an encoding may raise for options of a wrong type: it only checks their values.
 MISFITS = (
@@ -44,18 +52,22 @@ class Ropewalk(Architecture):
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(ModelConfig):
-            value = READERS[field.name](fields, field.name)
+            stated = fields.get(field.name) is not None
+            key = field.name if stated else FORMER.get(field.name, field.name)
+            value = READERS[field.name](fields, key)
             if value is not None:
                 values[field.name] = value
             elif field.default is dataclasses.MISSING:
                 raise fields.missing(field.name)
         fields.finish(lambda key: key in ("model_type", "eos_token_id"))
         config = ModelConfig(**values)
-        if config.heads % config.kv_heads:
-            raise fields.error(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
-        if len(config.windows) != config.layers:
+        if config.num_heads % config.num_kv_heads:
             raise fields.error(
-                f"windows has {len(config.windows)} entries, but layers is {config.layers}"
+                f"num_kv_heads {config.num_kv_heads} does not divide num_heads {config.num_heads}"
+            )
+        if len(config.windows) != config.num_layers:
+            raise fields.error(
+                f"windows has {len(config.windows)} entries, but num_layers is {config.num_layers}"
             )
         if config.norm_bias and config.norm == "rms":
             raise fields.error("norm_bias has no effect where norm is rms")
@@ -132,12 +144,12 @@ def _encoding(fields: Fields, key: str) -> EncodingSpec | None:
 
 READERS: dict[str, Reader] = {
     "vocab_size": _integer(Most.VOCAB),
-    "width": _integer(Most.WIDTH),
-    "layers": _integer(Most.LAYERS),
-    "heads": _integer(Most.HEADS),
-    "kv_heads": _integer(Most.HEADS),
+    "hidden_size": _integer(Most.WIDTH),
+    "num_layers": _integer(Most.LAYERS),
+    "num_heads": _integer(Most.HEADS),
+    "num_kv_heads": _integer(Most.HEADS),
     "head_dim": _integer(Most.HEAD_DIM),
-    "ffn_width": _integer(Most.FFN_WIDTH),
+    "intermediate_size": _integer(Most.FFN_WIDTH),
     "norm_eps": Fields.optional_number,
     "trained_context": _integer(Most.CONTEXT),
     "encoding": _encoding,

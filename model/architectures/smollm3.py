@@ -39,10 +39,10 @@ class SmolLM3(GatedDecoder):
         window = fields.optional_integer("sliding_window", Most.CONTEXT)
         if not fields.flag("use_sliding_window"):
             window = None
-        turning = self.turning_layers(fields, layers)
-        return tuple(None if layer in turning else window for layer in range(layers))
+        rotated = self.rotated_layers(fields, layers)
+        return tuple(None if layer in rotated else window for layer in range(layers))
 
-    def turning_layers(self, fields: Fields, layers: int) -> Sequence[int]:
+    def rotated_layers(self, fields: Fields, layers: int) -> Sequence[int]:
         fields.optional_integer("no_rope_layer_interval", Most.LAYERS)
         named = fields.get("no_rope_layers")
         if named is None:
@@ -56,6 +56,6 @@ class SmolLM3(GatedDecoder):
             raise fields.error("no_rope_layers must have 1 (rotated) or 0 once for each layer")
         return [layer for layer in range(layers) if named[layer]]
 
-    def turning_layers_in_gguf(self, layers: int) -> Sequence[int]:
+    def rotated_layers_in_gguf(self, layers: int) -> Sequence[int]:
         # GGUF has no key for it: readers assume every fourth, as in all published models.
         return [layer for layer in range(layers) if (layer + 1) % 4]

@@ -44,15 +44,15 @@ class Pairs:
     The decoder's half layout has them at i and width/2 + i.
     """
 
-    heads: int
+    num_heads: int
     width: int  # leading coordinates of each head that are rotated
 
     def undo(self, tensor: Tensor) -> Tensor:
         """[heads · head_dim, ...] in stored order → the same in half layout."""
-        rows = tensor.reshape(self.heads, -1, *tensor.shape[1:]).clone()
-        turning = rows[:, : self.width]
-        pairs = turning.reshape(self.heads, self.width // 2, 2, *tensor.shape[1:])
-        rows[:, : self.width] = pairs.transpose(1, 2).reshape(turning.shape)
+        rows = tensor.reshape(self.num_heads, -1, *tensor.shape[1:]).clone()
+        rotated = rows[:, : self.width]
+        pairs = rotated.reshape(self.num_heads, self.width // 2, 2, *tensor.shape[1:])
+        rows[:, : self.width] = pairs.transpose(1, 2).reshape(rotated.shape)
         return rows.reshape(tensor.shape)
 
 
@@ -68,11 +68,11 @@ class Transposed:
 class FusedByHead:
     """Rows of q, k and v alternate head by head: [heads, 3, head_dim, ...]."""
 
-    heads: int
+    num_heads: int
 
     def undo(self, tensor: Tensor) -> Tensor:
         """The same rows as all of q, then all of k, then all of v."""
-        rows = tensor.reshape(self.heads, 3, -1, *tensor.shape[1:])
+        rows = tensor.reshape(self.num_heads, 3, -1, *tensor.shape[1:])
         return rows.transpose(0, 1).reshape(tensor.shape)
 
 
@@ -151,23 +151,23 @@ def decoder(
     qkv_orders: row orders for each of `names.qkv`, for weights and biases alike.
     transposed: the layers' matrices are stored as [inputs, outputs].
     """
-    embedded = config.embed_width or config.width
+    embedded = config.embed_width or config.hidden_size
     vocabulary = (config.vocab_size, embedded)
     found: dict[str, tuple[Stored, ...]] = {
         "embed.weight": (Stored(f"{names.embed}.weight", vocabulary),)
     }
     if config.encoding.name == "learned":
         options = config.encoding.options
-        table = (options["positions"] + options["offset"], config.width)
+        table = (options["positions"] + options["offset"], config.hidden_size)
         found["encoding.table"] = (Stored(f"{names.positions}.weight", table),)
     if config.embed_width is not None:
         found["project_in.weight"] = (
-            Stored(f"{names.project_in}.weight", (config.width, embedded)),
+            Stored(f"{names.project_in}.weight", (config.hidden_size, embedded)),
         )
         found["project_out.weight"] = (
-            Stored(f"{names.project_out}.weight", (embedded, config.width)),
+            Stored(f"{names.project_out}.weight", (embedded, config.hidden_size)),
         )
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         own = names.layer.format(layer)
         for name, (bias, columns, pieces) in _linears(config, names, qkv_orders).items():
             found[f"layers.{layer}.{name}.weight"] = tuple(
@@ -186,9 +186,9 @@ def decoder(
                     Stored(f"{own}{piece}.weight", (config.head_dim,)),
                 )
     for name, stored_name in _norms(config, names).items():
-        found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.width,)),)
+        found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.hidden_size,)),)
         if config.norm_bias:
-            found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.width,)),)
+            found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.hidden_size,)),)
     if not config.tied_embeddings:
         found["head.weight"] = (Stored(f"{names.head}.weight", vocabulary),)
     if config.head_bias:
@@ -203,7 +203,7 @@ def _norms(config: ModelConfig, names: Names) -> dict[str, str | None]:
         found["embed_norm"] = names.embed_norm
     if config.block != "post_norm":
         found["norm"] = names.norm
-    for layer in range(config.layers):
+    for layer in range(config.num_layers):
         own = names.layer.format(layer)
         found[f"layers.{layer}.attention_norm"] = own + names.attention_norm
         if names.mlp_norm is not None:
@@ -215,10 +215,10 @@ def _linears(
     config: ModelConfig, names: Names, qkv_orders: Sequence[Order | None]
 ) -> dict[str, tuple[bool, int, tuple[Piece, ...]]]:
     """Parameter → (whether it has a bias, columns, pieces)."""
-    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    width, ffn_width, bias = config.width, config.ffn_width, config.mlp_bias
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    width, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     up = (names.up,) if names.gate is None or not config.gated else (names.gate, names.up)
-    up_rows = (ffn_width, ffn_width) if config.gated else (ffn_width,)
+    up_rows = (intermediate_size, intermediate_size) if config.gated else (intermediate_size,)
     return {
         "attention.qkv": (
             config.qkv_bias,
@@ -227,7 +227,7 @@ def _linears(
         ),
         "attention.out": (config.out_bias, q_rows, ((names.out, width, None),)),
         "mlp.gate_up" if config.gated else "mlp.up": (bias, width, _pieces(up, up_rows)),
-        "mlp.down": (bias, ffn_width, ((names.down, width, None),)),
+        "mlp.down": (bias, intermediate_size, ((names.down, width, None),)),
     }
 
 

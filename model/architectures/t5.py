@@ -81,18 +81,18 @@ class T5(Architecture):
         refuse_foreign(fields, self.model_type, self.model_class)
         if fields.flag("is_encoder_decoder") is False:
             raise fields.error("is_encoder_decoder is false, but only the whole model is served")
-        layers = fields.integer("num_layers", Most.LAYERS)
+        num_layers = fields.integer("num_layers", Most.LAYERS)
         activation, gated = self._feed_forward(fields)
         claims_tied = fields.flag("tie_word_embeddings") is not False
-        width = fields.integer("d_model", Most.WIDTH)
+        hidden_size = fields.integer("d_model", Most.WIDTH)
         encoder = _encoder(
             fields,
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
-            width=width,
-            layers=layers,
-            heads=fields.integer("num_heads", Most.HEADS),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=fields.integer("num_heads", Most.HEADS),
             head_dim=fields.integer("d_kv", Most.HEAD_DIM),
-            ffn_width=fields.integer("d_ff", Most.FFN_WIDTH),
+            intermediate_size=fields.integer("d_ff", Most.FFN_WIDTH),
             norm_eps=fields.number("layer_norm_epsilon"),
             trained_context=fields.integer("n_positions", Most.CONTEXT),
             buckets=fields.integer("relative_attention_num_buckets", MAX_BUCKETS),
@@ -104,10 +104,10 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.integer("num_decoder_layers", Most.LAYERS, null=layers),
+            num_layers=fields.integer("num_decoder_layers", Most.LAYERS, null=num_layers),
             start_token=_one_id(fields, "decoder_start_token_id", encoder),
             end_token=_one_id(fields, "eos_token_id", encoder),
-            output_scale=width**-0.5 if self.scales_output(fields, claims_tied) else 1.0,
+            output_scale=hidden_size**-0.5 if self.scales_output(fields, claims_tied) else 1.0,
         )
         fields.finish(harmless_in_hf(*HARMLESS_HERE, *self.harmless))
         return config
@@ -116,8 +116,8 @@ class T5(Architecture):
         fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
         refuse_split(fields)
-        layers = fields.integer(own + "block_count", Most.LAYERS)
-        width = fields.integer(own + "embedding_length", Most.WIDTH)
+        num_layers = fields.integer(own + "block_count", Most.LAYERS)
+        hidden_size = fields.integer(own + "embedding_length", Most.WIDTH)
         head_dim = fields.integer(own + "attention.key_length", Most.HEAD_DIM)
         if fields.integer(own + "attention.value_length", Most.HEAD_DIM) != head_dim:
             raise fields.error("attention.value_length differs from attention.key_length")
@@ -127,11 +127,11 @@ class T5(Architecture):
         encoder = _encoder(
             fields,
             vocab_size=vocab_size_of_gguf(fields, own, weights),
-            width=width,
-            layers=layers,
-            heads=fields.integer(own + "attention.head_count", Most.HEADS),
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            num_heads=fields.integer(own + "attention.head_count", Most.HEADS),
             head_dim=head_dim,
-            ffn_width=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
+            intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
             trained_context=fields.integer(own + "context_length", Most.CONTEXT),
             buckets=fields.integer(own + "attention.relative_buckets_count", MAX_BUCKETS),
@@ -143,10 +143,10 @@ class T5(Architecture):
         )
         config = _with_decoder(
             encoder,
-            layers=fields.integer(own + "decoder_block_count", Most.LAYERS),
+            num_layers=fields.integer(own + "decoder_block_count", Most.LAYERS),
             start_token=_one_id(fields, own + "decoder_start_token_id", encoder),
             end_token=_one_id(fields, "tokenizer.ggml.eos_token_id", encoder),
-            output_scale=width**-0.5 if tied else 1.0,
+            output_scale=hidden_size**-0.5 if tied else 1.0,
         )
         fields.finish(harmless_in_gguf(own))
         return config
@@ -181,11 +181,11 @@ def _encoder(
     fields: Fields,
     *,
     vocab_size: int,
-    width: int,
-    layers: int,
-    heads: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
     head_dim: int,
-    ffn_width: int,
+    intermediate_size: int,
     norm_eps: float,
     trained_context: int,
     buckets: int,
@@ -206,16 +206,16 @@ def _encoder(
     options = {"buckets": buckets, "max_distance": max_distance, "per_layer": per_layer}
     return ModelConfig(
         vocab_size=vocab_size,
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=heads,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
         head_dim=head_dim,
-        ffn_width=ffn_width,
+        intermediate_size=intermediate_size,
         norm_eps=norm_eps,
         trained_context=trained_context,
         encoding=EncodingSpec("t5", options | {"bidirectional": True}),
-        windows=(None,) * layers,
+        windows=(None,) * num_layers,
         tied_embeddings=tied_embeddings,
         activation=activation,
         gated=gated,
@@ -224,12 +224,12 @@ def _encoder(
 
 
 def _with_decoder(
-    encoder: ModelConfig, *, layers: int, start_token: int, end_token: int, output_scale: float
+    encoder: ModelConfig, *, num_layers: int, start_token: int, end_token: int, output_scale: float
 ) -> EncoderDecoderConfig:
     shared = {field.name: getattr(encoder, field.name) for field in dataclasses.fields(encoder)}
     own = {
-        "layers": layers,
-        "windows": (None,) * layers,
+        "num_layers": num_layers,
+        "windows": (None,) * num_layers,
         "encoding": EncodingSpec("t5", encoder.encoding.options | {"bidirectional": False}),
     }
     return EncoderDecoderConfig(

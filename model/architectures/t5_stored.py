@@ -101,7 +101,7 @@ GGUF = Names(
 def encoder_decoder(config: ModelConfig, names: Names) -> Parameters:
     """Every parameter of an EncoderDecoder of this shape."""
     assert isinstance(config, EncoderDecoderConfig)
-    vocabulary = (config.vocab_size, config.width)
+    vocabulary = (config.vocab_size, config.hidden_size)
     found: dict[str, tuple[Stored, ...]] = {
         "embed.weight": (Stored(f"{names.embed}.weight", vocabulary),)
     }
@@ -113,8 +113,8 @@ def encoder_decoder(config: ModelConfig, names: Names) -> Parameters:
 
 
 def _side(config: ModelConfig, side: Side) -> Iterator[tuple[str, tuple[Stored, ...]]]:
-    yield "norm.weight", (Stored(f"{side.norm}.weight", (config.width,)),)
-    for layer in range(config.layers):
+    yield "norm.weight", (Stored(f"{side.norm}.weight", (config.hidden_size,)),)
+    for layer in range(config.num_layers):
         prefix, stored = f"layers.{layer}.", side.layer.format(layer)
         for name, rows, columns, pieces in _matrices(config, side):
             yield (
@@ -125,10 +125,13 @@ def _side(config: ModelConfig, side: Side) -> Iterator[tuple[str, tuple[Stored, 
         if side.cross is not None:
             norms["cross_norm"] = side.cross.norm
         for name, piece in norms.items():
-            yield f"{prefix}{name}.weight", (Stored(f"{stored}{piece}.weight", (config.width,)),)
+            yield (
+                f"{prefix}{name}.weight",
+                (Stored(f"{stored}{piece}.weight", (config.hidden_size,)),),
+            )
     options = config.encoding.options
-    shape = (options["buckets"], config.heads)
-    for layer in range(config.layers if options["per_layer"] else 1):
+    shape = (options["buckets"], config.num_heads)
+    for layer in range(config.num_layers if options["per_layer"] else 1):
         name = f"layers.{layer}." if options["per_layer"] else ""
         stored = f"{side.layer.format(layer)}{side.bias}.weight"
         yield f"encoding.{name}weight", (Stored(stored, shape),)
@@ -136,7 +139,11 @@ def _side(config: ModelConfig, side: Side) -> Iterator[tuple[str, tuple[Stored, 
 
 def _matrices(config: ModelConfig, side: Side) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
     """Of one layer: parameter, rows and columns of each piece, names of the pieces."""
-    heads, width, ffn_width = config.heads * config.head_dim, config.width, config.ffn_width
+    heads, width, intermediate_size = (
+        config.num_heads * config.head_dim,
+        config.hidden_size,
+        config.intermediate_size,
+    )
     own, cross, mlp = side.attention, side.cross, side.feed_forward
     yield "attention.qkv", heads, width, (own.q, own.k, own.v)
     yield "attention.out", width, heads, (own.out,)
@@ -145,7 +152,7 @@ def _matrices(config: ModelConfig, side: Side) -> Iterator[tuple[str, int, int, 
         yield "cross.kv", heads, width, (cross.k, cross.v)
         yield "cross.out", width, heads, (cross.out,)
     if config.gated:
-        yield "mlp.gate_up", ffn_width, width, (mlp.gate, mlp.up)
+        yield "mlp.gate_up", intermediate_size, width, (mlp.gate, mlp.up)
     else:
-        yield "mlp.up", ffn_width, width, (mlp.plain,)
-    yield "mlp.down", width, ffn_width, (mlp.down,)
+        yield "mlp.up", intermediate_size, width, (mlp.plain,)
+    yield "mlp.down", width, intermediate_size, (mlp.down,)

@@ -27,11 +27,11 @@ class XGLM(PlainDecoder):
     )
     harmless = "activation_dropout dropout init_std layerdrop"
     keys = Keys(
-        width="d_model",
-        layers="num_layers",
-        heads="attention_heads",
+        hidden_size="d_model",
+        num_layers="num_layers",
+        num_heads="attention_heads",
         context="max_position_embeddings",
-        ffn_width="ffn_dim",
+        intermediate_size="ffn_dim",
     )
     names = stored.Names(
         embed="model.embed_tokens",
@@ -55,5 +55,5 @@ class XGLM(PlainDecoder):
             usual,
             encoding=EncodingSpec("sinusoidal", options),
             activation=activation(fields, "activation_function", "gelu"),
-            embed_scale=1.0 if fields.flag("scale_embedding") is False else usual.width**0.5,
+            embed_scale=1.0 if fields.flag("scale_embedding") is False else usual.hidden_size**0.5,
         )

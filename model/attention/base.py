@@ -36,8 +36,8 @@ class NoBackend(ValueError):
 class AttentionSpec:
     """What stays the same for one layer's attention in every step."""
 
-    heads: int
-    kv_heads: int
+    num_heads: int
+    num_kv_heads: int
     head_dim: int
     scale: float  # scores are (q · k) · scale + bias
     dtype: torch.dtype
@@ -57,8 +57,8 @@ def spec_for(
     """What all layers have in common, with the bias and the rotation of the first."""
     bias, frame = of_encoding(None if encoding is None else encoding.for_layer(0))
     return AttentionSpec(
-        heads=config.heads,
-        kv_heads=config.kv_heads,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         scale=config.attention_scale or config.head_dim**-0.5,
         dtype=dtype,

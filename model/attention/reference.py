@@ -86,7 +86,7 @@ class ReferenceAttention:
         index = torch.arange(context, device=kv.keys.device)
         blocks = batch.block_tables[r][index // block_size]
         offsets = index % block_size
-        repeat = self.spec.heads // self.spec.kv_heads
+        repeat = self.spec.num_heads // self.spec.num_kv_heads
         keys, values = (
             each.repeat_interleave(repeat, dim=1)
             for each in kv.read(blocks, offsets, dtype=self.dtype)

@@ -96,7 +96,7 @@ class SdpaAttention:
             values,
             attn_mask=mask,
             scale=self.spec.scale,
-            enable_gqa=self.spec.heads != self.spec.kv_heads,
+            enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
         )
         # Not by a boolean mask, whose number of true values would have to be read from the device.
         request = batch.row_requests()

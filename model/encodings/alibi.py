@@ -90,10 +90,10 @@ class ALiBi(PositionalEncoding):
         if not bias_max > 0:
             raise EncodingError(f"alibi needs a bias_max above 0, but got {bias_max}.")
         if options.get("hf_exact", False):
-            need_table("alibi", config.heads, context)
+            need_table("alibi", config.num_heads, context)
         scaled = options.get("scaled", False)
         return cls(
-            heads=config.heads,
+            heads=config.num_heads,
             bias_max=bias_max,
             scale=(config.attention_scale or config.head_dim**-0.5) if scaled else 1.0,
             hf_exact=options.get("hf_exact", False),
@@ -110,9 +110,9 @@ class ALiBi(PositionalEncoding):
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """A product and a sum for every key and head; with `hf_exact`, a table read and a sum."""
-        values = config.layers * config.heads * context
+        values = config.num_layers * config.num_heads * context
         exact = self.by_key is not None
-        read = 4 * config.heads * (context if exact else 1)
+        read = 4 * config.num_heads * (context if exact else 1)
         return PositionalWork(
             bias_values=values,
             flops=values if exact else 2 * values,

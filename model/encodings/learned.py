@@ -66,7 +66,7 @@ class Learned(PositionalEncoding):
             raise EncodingError("learned needs 1 position or more, but got 0.")
         need_scale("learned", scale)
         return cls(
-            positions=positions, offset=offset, scale=scale, width=config.width, device=device
+            positions=positions, offset=offset, scale=scale, width=config.hidden_size, device=device
         )
 
     @classmethod
@@ -78,4 +78,4 @@ class Learned(PositionalEncoding):
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""
-        return PositionalWork(flops=config.width, bytes=4 * config.width)
+        return PositionalWork(flops=config.hidden_size, bytes=4 * config.hidden_size)

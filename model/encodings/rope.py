@@ -119,9 +119,9 @@ class RoPE(PositionalEncoding):
         if layout not in get_args(Layout):
             raise EncodingError(f"rope's layout must be half or interleaved, but is {layout!r}.")
         scaling, layers = options.get("scaling"), options.get("layers")
-        if layers is not None and not set(layers) <= set(range(config.layers)):
+        if layers is not None and not set(layers) <= set(range(config.num_layers)):
             raise EncodingError(
-                f"rope's layers must be indices from 0 to {config.layers - 1}, "
+                f"rope's layers must be indices from 0 to {config.num_layers - 1}, "
                 f"but are {list(layers)}."
             )
         frame = options.get("frame", KeyFrame.ABSOLUTE)
@@ -221,15 +221,15 @@ class RoPE(PositionalEncoding):
         block, and the new key; a kernel may rotate each block's keys instead when they are fewer
         than the queries that attend to them.
         """
-        rotating = sum(self.rotates(layer) for layer in range(config.layers))
+        rotating = sum(self.rotates(layer) for layer in range(config.num_layers))
         match self.key_frame:
             case KeyFrame.ABSOLUTE:
-                heads, angles = config.heads + config.kv_heads, 1
+                heads, angles = config.num_heads + config.num_kv_heads, 1
             case KeyFrame.RAW:
-                heads, angles = config.heads + config.kv_heads * context, context
+                heads, angles = config.num_heads + config.num_kv_heads * context, context
             case KeyFrame.BLOCK:
                 blocks = -(-context // block_size)
-                heads, angles = config.heads * blocks + config.kv_heads, blocks + 1
+                heads, angles = config.num_heads * blocks + config.num_kv_heads, blocks + 1
         return PositionalWork(
             rotations=rotating * heads,
             flops=rotating * heads * 3 * self.width,

@@ -104,12 +104,14 @@ class Sinusoidal(PositionalEncoding):
                 f"sinusoidal's slowest must be {' or '.join(SLOWEST)}, but is {slowest!r}."
             )
         need_integer("sinusoidal", "offset", offset, 0, MAX_POSITIONS)
-        if config.width < 4:
-            raise EncodingError(f"sinusoidal needs a width of at least 4, but got {config.width}.")
-        need_table("sinusoidal", context + offset, config.width)
+        if config.hidden_size < 4:
+            raise EncodingError(
+                f"sinusoidal needs a width of at least 4, but got {config.hidden_size}."
+            )
+        need_table("sinusoidal", context + offset, config.hidden_size)
         need_scale("sinusoidal", scale)
         return cls(
-            width=config.width,
+            width=config.hidden_size,
             layout=layout,
             slowest=slowest,
             offset=offset,
@@ -130,4 +132,4 @@ class Sinusoidal(PositionalEncoding):
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """One row is read and added, however long the context."""
-        return PositionalWork(flops=config.width, bytes=4 * config.width)
+        return PositionalWork(flops=config.hidden_size, bytes=4 * config.hidden_size)

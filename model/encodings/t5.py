@@ -157,11 +157,11 @@ class T5(PositionalEncoding):
                 f"t5 with {buckets} buckets needs a max_distance above {exact}, "
                 f"but got {max_distance}."
             )
-        tables = config.layers if options.get("per_layer", False) else 1
-        need_table("t5", tables * config.heads, min(max_distance, context))
+        tables = config.num_layers if options.get("per_layer", False) else 1
+        need_table("t5", tables * config.num_heads, min(max_distance, context))
         return cls(
-            heads=config.heads,
-            layers=config.layers,
+            heads=config.num_heads,
+            layers=config.num_layers,
             buckets=buckets,
             max_distance=max_distance,
             bidirectional=bidirectional,
@@ -206,11 +206,11 @@ class T5(PositionalEncoding):
         first = self.layers[0] if self.layers else self
         assert isinstance(first, T5)
         window, materialised = self.form == "window", self.form == "materialised"
-        tables = config.layers if self.layers else 1
+        tables = config.num_layers if self.layers else 1
         columns = min(context, first.last_start if window else first.table.shape[1])
-        values = config.layers * config.heads * (columns if window else context)
-        built = tables * config.heads * context if materialised else 0
-        read = tables * config.heads * columns + (values if materialised else 0)
+        values = config.num_layers * config.num_heads * (columns if window else context)
+        built = tables * config.num_heads * context if materialised else 0
+        read = tables * config.num_heads * columns + (values if materialised else 0)
         return PositionalWork(
             bias_values=values,
             bias_built=built,

@@ -86,7 +86,7 @@ def append(
     trained_length: of the arms whose frequencies follow the length; by default that of the prompt.
     """
     config, length = used.checkpoint.config, len(prompt) + len(more)
-    layers = min(layers or USUAL_LAYERS, config.layers)
+    layers = min(layers or USUAL_LAYERS, config.num_layers)
     steps = min(steps or USUAL_STEPS, len(more))
     layers, steps = _affordable(config, length, layers, steps)
     vocabulary = sorted({*prompt, *more})
@@ -119,7 +119,7 @@ def first_layers(used: InUse, layers: int, vocabulary: Sequence[int]) -> Program
         options["layers"] = [layer for layer in options["layers"] if layer < layers]
     short = replace(
         config,
-        layers=layers,
+        num_layers=layers,
         windows=config.windows[:layers],
         vocab_size=len(vocabulary),
         tied_embeddings=True,
@@ -138,9 +138,11 @@ def first_layers(used: InUse, layers: int, vocabulary: Sequence[int]) -> Program
 
 def _affordable(config: ModelConfig, length: int, layers: int, steps: int) -> tuple[int, int]:
     """Fewer steps, then fewer layers, if that is what it takes."""
-    inside = config.heads * config.head_dim
-    matrices = (2 if config.gated else 1) * config.ffn_width + config.ffn_width
-    of_layer = config.width * (2 * inside + 2 * config.kv_heads * config.head_dim + matrices)
+    inside = config.num_heads * config.head_dim
+    matrices = (2 if config.gated else 1) * config.intermediate_size + config.intermediate_size
+    of_layer = config.hidden_size * (
+        2 * inside + 2 * config.num_kv_heads * config.head_dim + matrices
+    )
 
     def work() -> float:
         # Each step is computed anew from the beginning, to compare with.

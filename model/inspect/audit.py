@@ -187,7 +187,7 @@ class Watch:
             dtype=self.arm.decoder.dtype,
             device=self.arm.decoder.device,
         )
-        for layer in range(kv.layers):
+        for layer in range(kv.num_layers):
             for tensor in kv.layer(layer):
                 tensor.fill_(torch.nan)  # so that every write is visible
         return kv
@@ -212,12 +212,14 @@ def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
 
 def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int) -> int:
     """How many keys get a bias from one query that attends to `context` of them."""
-    return encoding.work(config, context, BLOCK_SIZE).bias_values // (config.layers * config.heads)
+    return encoding.work(config, context, BLOCK_SIZE).bias_values // (
+        config.num_layers * config.num_heads
+    )
 
 
 def _copy(kv: KVCache) -> Tensor:
     """[2, layers, slots, kv_heads, head_dim]: keys, then values."""
-    layers = [torch.stack(kv.layer(index)) for index in range(kv.layers)]
+    layers = [torch.stack(kv.layer(index)) for index in range(kv.num_layers)]
     return torch.stack(layers, dim=1).flatten(2, 3)
 
 

@@ -41,12 +41,12 @@ FACTOR = 2.0  # scaling of the dynamic arms, as in published models
 SEED = 0
 TINY = ModelConfig(
     vocab_size=256,
-    width=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
     head_dim=8,
-    ffn_width=48,
+    intermediate_size=48,
     norm_eps=1e-5,
     trained_context=256,
     encoding=EncodingSpec("nope", {}),
@@ -102,11 +102,11 @@ class FollowingRoPE(RoPE):
             return 0
         angles = torch.arange(start)[:, None] * change
         rotated = 0
-        for layer in range(kv.layers):
+        for layer in range(kv.num_layers):
             if self.rotates(layer):
                 keys = kv.layer(layer).keys.flatten(0, 1)[:start]  # a view
                 keys.copy_(rotate_pairs(keys, angles.cos(), angles.sin(), self.layout))
-                rotated += start * kv.kv_heads
+                rotated += start * kv.num_kv_heads
         return rotated
 
 

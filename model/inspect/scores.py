@@ -88,7 +88,7 @@ class Explanation:
     kind: Kind
     window: int | None
     causal: bool
-    kv_heads: int
+    num_kv_heads: int
     scale: float
     scores: Tensor
     weights: Tensor
@@ -144,7 +144,9 @@ def program_of(served: InUse) -> Program:
 
 def layers_of(config: ModelConfig) -> int:
     """Those whose scores can be explained: of an encoder-decoder, the encoder's."""
-    return config.encoder.layers if isinstance(config, EncoderDecoderConfig) else config.layers
+    return (
+        config.encoder.num_layers if isinstance(config, EncoderDecoderConfig) else config.num_layers
+    )
 
 
 @torch.inference_mode()
@@ -235,7 +237,7 @@ class Looked:
             kind=self.kind,
             window=op.window,
             causal=op.causal,
-            kv_heads=op.kv_heads,
+            num_kv_heads=op.num_kv_heads,
             scale=op.scale,
             scores=scores.float(),
             weights=weights.float(),
@@ -273,7 +275,7 @@ class Looked:
     def _terms(self, row: slice, keys: Tensor) -> dict[str, Tensor]:
         """What positions in queries and keys add to the scores [heads, keys], by whose they are."""
         assert self.placed is not None
-        wide, repeat = self.reference.dtype, self.op.heads // self.op.kv_heads
+        wide, repeat = self.reference.dtype, self.op.num_heads // self.op.num_kv_heads
         of_q, of_k = (in_heads(each, self.op.head_dim).to(wide) for each in self.placed)
         of_q, of_k = of_q[row], of_k.repeat_interleave(repeat, dim=1)
         q, k = self.queries[row].to(wide) - of_q, keys - of_k

@@ -211,8 +211,8 @@ def in_heads(x: Tensor, width: int) -> Tensor:
 def spec_of(op: Attend, program: Program) -> AttentionSpec:
     bias, frame = of_encoding(op.encoding)
     return AttentionSpec(
-        heads=op.heads,
-        kv_heads=op.kv_heads,
+        num_heads=op.num_heads,
+        num_kv_heads=op.num_kv_heads,
         head_dim=op.head_dim,
         scale=op.scale,
         dtype=program.dtype,

@@ -26,35 +26,67 @@ CONTEXT = 8192  # by default: no training implies a context
 
 
 def _llama(
-    *, vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, ffn_width: int
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate_size: int,
 ) -> ModelConfig:
     """The architecture of all shapes here, with heads of 64."""
     return ModelConfig(
         vocab_size=vocab_size,
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
         head_dim=64,
-        ffn_width=ffn_width,
+        intermediate_size=intermediate_size,
         norm_eps=1e-5,
         trained_context=CONTEXT,
         encoding=EncodingSpec("rope", {"base": 10000.0, "width": 64, "layout": "half"}),
-        windows=(None,) * layers,
+        windows=(None,) * num_layers,
         tied_embeddings=True,
     )
 
 
 SHAPES: Mapping[str, ModelConfig] = {
     # No model's: for trying out measurement programs.
-    "tiny": _llama(vocab_size=256, width=128, layers=2, heads=2, kv_heads=1, ffn_width=256),
+    "tiny": _llama(
+        vocab_size=256,
+        hidden_size=128,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=256,
+    ),
     # The shape of the family of small models that Ropewalk trains.
-    "small": _llama(vocab_size=4096, width=256, layers=4, heads=4, kv_heads=4, ffn_width=704),
+    "small": _llama(
+        vocab_size=4096,
+        hidden_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=4,
+        intermediate_size=704,
+    ),
     # SmolLM2-135M.
-    "smollm2": _llama(vocab_size=49152, width=576, layers=30, heads=9, kv_heads=3, ffn_width=1536),
+    "smollm2": _llama(
+        vocab_size=49152,
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        intermediate_size=1536,
+    ),
     # Llama 3.2 1B.
     "llama-1b": _llama(
-        vocab_size=128256, width=2048, layers=16, heads=32, kv_heads=8, ffn_width=8192
+        vocab_size=128256,
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        intermediate_size=8192,
     ),
 }
 

@@ -90,7 +90,7 @@ def answer(
     used = served.in_use
     assert used is not None
     heads, about = len(found.scores), ABOUT if found.terms is None else ABOUT_EMBEDDINGS
-    group = heads // found.kv_heads
+    group = heads // found.num_kv_heads
     each = {
         "scores": found.scores,
         "content": found.content,
@@ -231,7 +231,7 @@ def _audit(found: Appended, served: Served, prompt: int, more: int) -> dict[str,
         "note": found.note,
         "trained_length": found.trained_length,
         "layers": found.layers,
-        "of_layers": used.checkpoint.config.layers,
+        "of_layers": used.checkpoint.config.num_layers,
         "dtype": "float64",
         "prompt_tokens": prompt,
         "appended_tokens": more,

@@ -81,7 +81,7 @@ def _turn(kv: KVCache, shape: ModelConfig) -> Callable[[], None]:
     blocks = torch.zeros(BLOCKS_AT_ONCE, dtype=torch.int64, device=kv.device)
 
     def act() -> None:
-        for layer in range(kv.layers):
+        for layer in range(kv.num_layers):
             kv.layer(layer).change_keys(blocks, partial(rope.shift, delta=DISTANCE))
 
     return act
@@ -92,7 +92,7 @@ def _copy(kv: KVCache) -> Callable[[], None]:
     blocks = torch.zeros(BLOCKS_AT_ONCE, dtype=torch.int64, device=kv.device)
 
     def act() -> None:
-        for layer in range(kv.layers):
+        for layer in range(kv.num_layers):
             for part in kv.layer(layer):
                 part[blocks] = part[blocks]
 

@@ -334,7 +334,7 @@ def _complete(
         max_queue_s=config.limits.max_queue_time,
         several_clients=len(config.http.api_keys) > 1,
     )
-    rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.layers)]
+    rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.num_layers)]
     decoder = TimedDecoder(model.decoder)
     made = wired(
         name,
@@ -453,8 +453,8 @@ def _register(
         facts.encoding,
         {
             "kv_dtype": facts.kv_dtype,
-            "layers": str(shape.layers),
-            "kv_heads": str(shape.kv_heads),
+            "layers": str(shape.num_layers),
+            "kv_heads": str(shape.num_kv_heads),
             "head_dim": str(shape.head_dim),
             "trained_context": str(shape.trained_context),
         },
@@ -529,7 +529,7 @@ def _served(
         created=int(time.time()),
         aliases=aliases,
         embedding=checkpoint.embedding,
-        hidden_size=shape.embed_width or shape.width,
+        hidden_size=shape.embed_width or shape.hidden_size,
         encoder_decoder=(
             EncoderDecoderTokens(shape.start_token, shape.end_token)
             if isinstance(shape, EncoderDecoderConfig)

@@ -143,7 +143,7 @@ def footnote(place: Place, width: int) -> str:
         f"Attention: backends on this machine ({place.device.type}, "
         f"{hardware.dtype_name(place.dtype)}) that support the encoding. Work: arithmetic "
         "operations, and bytes read or written, that the encoding adds for one new token in "
-        f"{SHAPE.layers} layers with {SHAPE.heads} heads of dimension {SHAPE.head_dim}."
+        f"{SHAPE.num_layers} layers with {SHAPE.num_heads} heads of dimension {SHAPE.head_dim}."
     )
     return textwrap.fill(text, width)
 
@@ -197,10 +197,11 @@ def reasons(entries: Sequence[EncodingFacts], width: int) -> Iterator[str]:
 
 def matrix_footnote(place: Place, width: int) -> str:
     """What the capabilities and times refer to."""
+    heads = f"{SHAPE.num_heads} heads of dimension {SHAPE.head_dim}"
+    where = f"{place.device.type}, {hardware.dtype_name(place.dtype)}"
     text = (
         f"Time to move, share, drop or append 1,000 tokens, in whole blocks of {BLOCK_SIZE}, in a "
-        f"cache of {SHAPE.layers} layers with {SHAPE.heads} heads of dimension {SHAPE.head_dim} "
-        f"({place.device.type}, {hardware.dtype_name(place.dtype)}): the median of several runs. "
+        f"cache of {SHAPE.num_layers} layers with {heads} ({where}): the median of several runs. "
         "0 means that no stored entry was read or written; the time in brackets is bookkeeping. "
         "The entries of new tokens themselves are not counted. Capabilities concern only "
         "positions: after an eviction or a move, later entries still depend on the tokens that "

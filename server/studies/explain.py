@@ -83,11 +83,11 @@ def facts(subject: Subject) -> dict[str, str]:
     """Label and text of each fact above the pictures."""
     config = subject.config
     work = subject.whole.work(config, subject.context, BLOCK_SIZE)
-    layers = "1 layer" if config.layers == 1 else f"{config.layers} layers"
+    layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
     told = {
         "touches": ", ".join(subject.hooks) or "nothing",
         "options": ", ".join(f"{k} {_shown(v)}" for k, v in subject.options.items()) or "none",
-        "shown for": f"{config.heads} heads of {config.head_dim}, layer {subject.layer}, "
+        "shown for": f"{config.num_heads} heads of {config.head_dim}, layer {subject.layer}, "
         f"a context of {subject.context:,}",
         "work per token": f"{work.flops:,} FLOPs and {work.bytes:,} bytes read or written, for "
         f"one new token that attends to {subject.context:,} keys, in {layers}",

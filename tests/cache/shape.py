@@ -4,6 +4,6 @@ from typing import NamedTuple
 
 
 class Shape(NamedTuple):
-    layers: int
-    kv_heads: int
+    num_layers: int
+    num_kv_heads: int
     head_dim: int

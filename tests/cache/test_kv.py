@@ -104,4 +104,4 @@ def test_bytes_per_token():
     assert bytes_per_token(CONFIG, torch.bfloat16) == size // 2
     # With a float32 scale for each of the heads.
     assert bytes_per_token(CONFIG, torch.int8) == size // 4 + 2 * 3 * 2 * 4
-    assert bytes_per_token(replace(CONFIG, layers=6), torch.float32) == 2 * size
+    assert bytes_per_token(replace(CONFIG, num_layers=6), torch.float32) == 2 * size

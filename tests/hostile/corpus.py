@@ -76,12 +76,12 @@ T5 = {
 OWN = {
     "model_type": "ropewalk",
     "vocab_size": VOCAB,
-    "width": 16,
-    "layers": 1,
-    "heads": 2,
-    "kv_heads": 1,
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
     "head_dim": 8,
-    "ffn_width": 16,
+    "intermediate_size": 16,
     "norm_eps": 1e-5,
     "trained_context": 64,
     "encoding": {"name": "rope", "options": {"base": 1e4, "width": 8, "layout": "half"}},
@@ -354,7 +354,7 @@ def configs(rng: random.Random) -> Iterator[Callable[[Path], Path]]:
         b"9" * 900_000,
     ):
         yield partial(_folder, config=content)
-    wide = {"layers": 1024, "windows": [None] * 1024, "heads": 1024, "head_dim": 1024}
+    wide = {"num_layers": 1024, "windows": [None] * 1024, "num_heads": 1024, "head_dim": 1024}
     yield partial(_config, valid=OWN, changed=OWN | wide)
 
 

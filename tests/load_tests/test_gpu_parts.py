@@ -75,7 +75,7 @@ def test_cells_go_from_few_tokens_to_many(made):
 @pytest.mark.triton
 def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
-    one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
+    one_layer = {"num_layers": 1, "windows": (None,)}  # interpreted, each takes long
     decoder = on_triton(tiny("rope", dtype=torch.float32, device=DEVICE, **one_layer))
     # Without graphs, which would hide what is launched.
     monkeypatch.setattr(parts, "replayed", lambda decoder, *_: decoder)

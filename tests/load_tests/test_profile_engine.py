@@ -88,7 +88,7 @@ def test_norms_and_activations_of_other_models_are_watched():
 @pytest.mark.triton
 def test_parts_that_triton_computes_are_watched():
     pytest.importorskip("triton", reason="Triton is not installed")
-    one_layer = {"layers": 1, "windows": (None,)}  # interpreted, each takes long
+    one_layer = {"num_layers": 1, "windows": (None,)}  # interpreted, each takes long
     decoder = on_triton(tiny("rope", dtype=torch.float32, device=DEVICE, **one_layer))
     found = times(decoder, steps=1)
     # Linear layers do it, with the norm before and the residual after them.
@@ -123,12 +123,12 @@ def test_slow_attention_is_attention():
         def __call__(self, *arguments):
             return clock.late(super().__call__)(*arguments)
 
-    assert clock.slow(tiny("alibi", Late)) == {ATTENTION: CONFIG.layers}
+    assert clock.slow(tiny("alibi", Late)) == {ATTENTION: CONFIG.num_layers}
 
 
 @pytest.mark.parametrize(
     ("compute", "part", "count"),
-    [("linear", LINEAR, 4 * CONFIG.layers), ("norm", NORM, 1 + 2 * CONFIG.layers)],
+    [("linear", LINEAR, 4 * CONFIG.num_layers), ("norm", NORM, 1 + 2 * CONFIG.num_layers)],
 )
 def test_a_slow_op_is_its_part(compute, part, count, monkeypatch):
     clock = Clock()
@@ -151,4 +151,4 @@ def test_what_executors_do_not_tell_of_is_the_rest(kernels):
 def test_slow_work_for_positions_is_position(encoding, name):
     clock, decoder = Clock(), tiny(encoding)
     setattr(decoder.encoding, name, clock.late(getattr(decoder.encoding, name)))
-    assert clock.slow(decoder) == {POSITION: 1 if name == "embed" else CONFIG.layers}
+    assert clock.slow(decoder) == {POSITION: 1 if name == "embed" else CONFIG.num_layers}

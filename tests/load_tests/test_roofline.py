@@ -35,7 +35,7 @@ def test_decoding_reads_weights_once_and_every_request_s_keys():
 
 def test_a_prompt_multiplies_its_last_row_alone_with_the_head():
     tiny = SHAPES["tiny"]
-    head = tiny.vocab_size * tiny.width
+    head = tiny.vocab_size * tiny.hidden_size
     layers = weight_bytes(tiny, BF16) // 2 - head
     assert SLOW.prefill_seconds(tiny, 10) == pytest.approx(2 * (10 * layers + head) / 1e12)
 

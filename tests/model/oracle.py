@@ -40,7 +40,7 @@ class _Model:
         x = x + rule.added(positions)
         if config.embed_norm:
             x = self.norm("embed_norm", x)
-        for layer in range(config.layers):
+        for layer in range(config.num_layers):
             x = self.block(layer, x, positions, rule)
         if config.block != "post_norm":
             x = self.norm("norm", x)
@@ -78,7 +78,7 @@ class _Model:
     def attention(self, layer, x, positions, rule):
         """softmax(q · k · scale + bias) · v, one query head at a time."""
         config, at = self.config, f"layers.{layer}.attention."
-        heads, groups, size = config.heads, config.kv_heads, config.head_dim
+        heads, groups, size = config.num_heads, config.num_kv_heads, config.head_dim
         scale = 1 / math.sqrt(size) if config.attention_scale is None else config.attention_scale
         projected = self.linear(f"{at}qkv", x)
         if config.qkv_clip is not None:
@@ -108,7 +108,7 @@ class _Model:
         activate = ACTIVATIONS[self.config.activation]
         if not self.config.gated:
             return self.linear(f"{at}down", activate(self.linear(f"{at}up", x)))
-        both, width = self.linear(f"{at}gate_up", x), self.config.ffn_width
+        both, width = self.linear(f"{at}gate_up", x), self.config.intermediate_size
         return self.linear(f"{at}down", activate(both[:, :width]) * both[:, width:])
 
     def linear(self, name, x):
@@ -164,7 +164,7 @@ class Rotary(NoPosition):
 
     def turned(self, layer, x, positions):
         options = self.options
-        if layer not in (options.get("layers") or range(self.config.layers)):
+        if layer not in (options.get("layers") or range(self.config.num_layers)):
             return x
         width, growth = options["width"], self.growth()
         y = x.clone()
@@ -244,7 +244,9 @@ class Slopes(NoPosition):
     """Each head lowers a score by its own slope per token of distance (2108.12409, section 3)."""
 
     def bias(self, layer, positions):
-        slopes = torch.tensor([self.slope(head) for head in range(self.config.heads)], dtype=WIDE)
+        slopes = torch.tensor(
+            [self.slope(head) for head in range(self.config.num_heads)], dtype=WIDE
+        )
         scale = self.config.head_dim**-0.5 if self.options.get("scaled") else 1.0
         if self.options.get("hf_exact"):  # a constant by query apart, so rounded by key
             rounded = slopes.bfloat16()[:, None] * positions.bfloat16()
@@ -256,7 +258,7 @@ class Slopes(NoPosition):
     def slope(self, head):
         """2^(-most · i / n), i from 1; past a power of two the odd i of twice as many."""
         most, power = self.options.get("bias_max", 8), 1
-        while 2 * power <= self.config.heads:
+        while 2 * power <= self.config.num_heads:
             power *= 2
         if head < power:
             return 2 ** (-most * (head + 1) / power)
@@ -274,7 +276,7 @@ class Waves(NoPosition):
     """Sines and cosines whose frequencies fall from 1 towards 1/10000 (1706.03762, section 3.5)."""
 
     def added(self, positions):
-        width = self.config.width
+        width = self.config.hidden_size
         half = width // 2
         last = half - 1 if self.options.get("slowest", "next") == "last" else half
         found = torch.zeros(len(positions), width, dtype=WIDE)
@@ -295,7 +297,7 @@ class DistanceOverPosition(NoPosition):
     def bias(self, layer, positions):
         inner, outer = (torch.tensor(self.options[of], dtype=WIDE) for of in ("inner", "outer"))
         count = len(positions)
-        found = torch.zeros(self.config.heads, count, count, dtype=WIDE)
+        found = torch.zeros(self.config.num_heads, count, count, dtype=WIDE)
         for i, query in enumerate(positions.tolist()):
             for j, key in enumerate(positions.tolist()[: i + 1]):
                 near = math.log1p(query - key) / math.log1p(max(query, self.options["threshold"]))

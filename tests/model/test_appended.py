@@ -46,7 +46,7 @@ def test_the_first_layers_store_what_they_store_in_the_whole_model(name, tmp_pat
 
 def test_appending_changes_nothing_unless_frequencies_follow_the_length(tmp_path) -> None:
     used = in_use("llama-tied", tmp_path)
-    layers, heads = 2, used.checkpoint.config.kv_heads
+    layers, heads = 2, used.checkpoint.config.num_kv_heads
     arms = arms_for(used.checkpoint.config)
     assert {"own", "rope:dynamic", "rope:dynamic-rewrite", "t5", "learned"} < arms.keys()
     assert "rope" not in arms  # that is its own

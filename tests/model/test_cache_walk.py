@@ -54,10 +54,10 @@ class Walk(RuleBasedStateMachine):
     def start(self):
         self.exact = 1e-5 if self.encoding.startswith("rope") else 1e-10
         windows = (None,) * LAYERS
-        self.decoder = tiny(self.encoding, layers=LAYERS, windows=windows, options=self.options)
+        self.decoder = tiny(self.encoding, num_layers=LAYERS, windows=windows, options=self.options)
         # Shadows are in the absolute frame, whatever the cache keeps.
         unframed = {name: value for name, value in self.options.items() if name != "frame"}
-        self.reader = tiny(self.encoding, layers=LAYERS, windows=windows, options=unframed)
+        self.reader = tiny(self.encoding, num_layers=LAYERS, windows=windows, options=unframed)
         self.kv = new_cache(self.decoder, BLOCKS, BLOCK)
         self.kv._keys.fill_(torch.nan)
         self.kv._values.fill_(torch.nan)

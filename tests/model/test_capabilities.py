@@ -97,7 +97,7 @@ class World:
         for part in self.kv.whole:
             part.zero_()
         self.manager = CacheManager(BLOCKS, BLOCK)
-        layers = range(self.decoder.config.layers)
+        layers = range(self.decoder.config.num_layers)
         self.rules = [self.decoder.encoding.for_layer(layer) for layer in layers]
         self.ledger = Ledger(self.kv, Audit.FULL)
         self.operations = Operations(self.manager, self.kv, self.rules, self.ledger)

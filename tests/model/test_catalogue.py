@@ -163,9 +163,9 @@ def test_backends_answer_for_the_place() -> None:
     assert (cpu.backend, cpu.takes, cpu.reason) == ("cpu", False, "no compiler")
     assert all(support.takes and support.reason is None for support in others)
     assert facts("alibi", replace(place, dtype=torch.float32)).backends[0].takes
-    assert [(spec.dtype, spec.heads) for spec in asked] == [
-        (torch.bfloat16, SHAPE.heads),
-        (torch.float32, SHAPE.heads),
+    assert [(spec.dtype, spec.num_heads) for spec in asked] == [
+        (torch.bfloat16, SHAPE.num_heads),
+        (torch.float32, SHAPE.num_heads),
     ]
 
 
@@ -202,7 +202,7 @@ def test_operations_are_listed_for_every_frame_that_keys_can_have() -> None:
 
 def test_operations_are_really_run_to_be_measured(monkeypatch) -> None:
     monkeypatch.setattr("ropewalk.model.dry_run.MEASURED", 3)
-    small = replace(SHAPE, layers=2, heads=3, kv_heads=3, head_dim=8)
+    small = replace(SHAPE, num_layers=2, num_heads=3, num_kv_heads=3, head_dim=8)
     monkeypatch.setattr(module, "SHAPE", small)
     trial = timed_trial(PLACE)
     timed = {name: measured(facts(name, PLACE), trial) for name in ("rope", "learned")}
@@ -223,9 +223,9 @@ def test_operations_are_really_run_to_be_measured(monkeypatch) -> None:
 
 def test_an_example_has_finite_weights_and_follows_options() -> None:
     t5 = example(find("t5"), SHAPE, 300, {"buckets": 8, "per_layer": True})
-    assert len(list(t5.parameters())) == SHAPE.layers
+    assert len(list(t5.parameters())) == SHAPE.num_layers
     bias = t5.for_layer(3).score_bias()
-    assert bias.table.shape[0] == SHAPE.heads and bias.table.isfinite().all()
+    assert bias.table.shape[0] == SHAPE.num_heads and bias.table.isfinite().all()
     assert bias.table[:, :4].std() > 0
     again = example(find("t5"), SHAPE, 300, {"buckets": 8, "per_layer": True})
     assert torch.equal(again.for_layer(3).score_bias().table, bias.table)

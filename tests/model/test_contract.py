@@ -174,8 +174,9 @@ def test_one_uncached_pass_equals_the_oracle(encoding):
 
 
 SHAPES = {
-    "one-key-head": {"kv_heads": 1, "heads": 5, "head_dim": 10, "qkv_bias": True, "qk_norm": True},
-    "many-heads": {"heads": 12, "kv_heads": 12, "width": 17},
+    "one-key-head": {"num_kv_heads": 1, "num_heads": 5, "head_dim": 10}
+    | {"qkv_bias": True, "qk_norm": True},
+    "many-heads": {"num_heads": 12, "num_kv_heads": 12, "hidden_size": 17},
     "windows": {"windows": WINDOWS},
     "gpt2": {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh"}
     | {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied_embeddings": True},

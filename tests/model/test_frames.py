@@ -87,7 +87,7 @@ def keys_at(decoder, base):
     kv = new_cache(decoder, 1 + len(blocks), BLOCK)
     batch = make_batch([(Running(TOKENS, blocks, base=base), len(TOKENS))], BLOCK)
     decoder(batch, kv)
-    layers = range(kv.layers)
+    layers = range(kv.num_layers)
     return torch.stack([kv.layer(layer).keys.flatten(0, 1)[batch.slots] for layer in layers])
 
 

@@ -112,7 +112,7 @@ class Steeper(TableBias):
         return 2 * super().between(queries, keys)
 
 
-HEADS = CONFIG.heads
+HEADS = CONFIG.num_heads
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_weights_are_joined_in_order(pristine, tied):
 def test_pairs_become_halves(width):
     """Coordinate i of the half that turns first was stored at 2i; the rest stays in place."""
     stored = torch.arange(2 * 8).reshape(2, 8)
-    split = Pairs(heads=2, width=width).undo(stored.reshape(16, 1)).reshape(2, 8)
+    split = Pairs(num_heads=2, width=width).undo(stored.reshape(16, 1)).reshape(2, 8)
     half = width // 2
     assert torch.equal(split[:, :half], stored[:, 0:width:2])
     assert torch.equal(split[:, half:width], stored[:, 1:width:2])
@@ -143,8 +143,8 @@ def test_no_parameter_is_left_out(pristine):
     for change, saying in [
         ({"qkv_bias": True}, r"layers\.0\.attention\.qkv\.bias.*gives None"),
         ({"tied_embeddings": False}, r"head\.weight.*gives None"),
-        ({"layers": 1, "windows": (None,)}, r"layers\.1\..*has the shape None"),
-        ({"ffn_width": 41}, r"mlp\.down\.weight"),
+        ({"num_layers": 1, "windows": (None,)}, r"layers\.1\..*has the shape None"),
+        ({"intermediate_size": 41}, r"mlp\.down\.weight"),
     ]:
         changed = replace(checkpoint, config=replace(checkpoint.config, **change))
         encoding = create(changed.config.encoding, changed.config, 16, CPU)

@@ -129,7 +129,7 @@ def test_kernels(name, tmp_path, kernels):
     """Substituted where a layer turns, and left alone where none does."""
     model, checkpoint = saved(FAMILIES[name].config, tmp_path)
     decoder = on_kernels(loaded(checkpoint, context=CONTEXT), kernels)
-    layers = decoder.config.layers
+    layers = decoder.config.num_layers
     turning = decoder.config.encoding.options.get("layers", range(layers))
     lowered = decoder.executor._answers
     assert [op.kind for op in lowered.ops].count(Kind.ROTATE) == len(turning)
@@ -146,11 +146,11 @@ def test_interleaved_layout(name, tmp_path):
     options = checkpoint.config.encoding.options | {"layout": "interleaved"}
     changed = replace(checkpoint.config, encoding=EncodingSpec("rope", options))
     decoder = loaded(replace(checkpoint, config=changed), context=CONTEXT)
-    rows = (changed.heads + changed.kv_heads) * changed.head_dim
-    for layer in range(changed.layers):
+    rows = (changed.num_heads + changed.num_kv_heads) * changed.head_dim
+    for layer in range(changed.num_layers):
         weight = parameters_of(decoder)[f"layers.{layer}.attention.qkv.weight"]
-        halves = weight[:rows].reshape(-1, 2, changed.head_dim // 2, changed.width)
-        weight[:rows] = halves.transpose(1, 2).reshape(rows, changed.width)
+        halves = weight[:rows].reshape(-1, 2, changed.head_dim // 2, changed.hidden_size)
+        weight[:rows] = halves.transpose(1, 2).reshape(rows, changed.hidden_size)
     assert difference(decoder, model, 66, 1, 20) <= TOLERANCE
 
 

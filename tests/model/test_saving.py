@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ropewalk.model.architectures.ropewalk import FORMER
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
 from ropewalk.model.encodings.base import (
@@ -41,12 +42,12 @@ CONFIG = replace(tiny.CONFIG, vocab_size=260, trained_context=CONTEXT)
 PLAIN = {"norm": "layer", "gated": False, "activation": "gelu"}
 FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "vocab_size": {"vocab_size": 301},
-    "width": {"width": 17},
-    "layers": {"layers": 1, "windows": (None,)},
-    "heads": {"heads": 10},
-    "kv_heads": {"kv_heads": 6},
+    "hidden_size": {"hidden_size": 17},
+    "num_layers": {"num_layers": 1, "windows": (None,)},
+    "num_heads": {"num_heads": 10},
+    "num_kv_heads": {"num_kv_heads": 6},
     "head_dim": {"head_dim": 14},
-    "ffn_width": {"ffn_width": 5},
+    "intermediate_size": {"intermediate_size": 5},
     "norm_eps": {"norm_eps": 0.1},
     "trained_context": {"trained_context": 1234},
     "encoding": {"encoding": EncodingSpec("rope", ROPE | {"base": 300.5, "layers": [0, 2]})},
@@ -82,7 +83,7 @@ class Curve(PositionalEncoding):
 
     @classmethod
     def create(cls, options, config, context, device):
-        return cls(config.heads, options["steps"], device)
+        return cls(config.num_heads, options["steps"], device)
 
     def freeze(self):
         self.table.copy_(self.gain * self.height[:, None] * torch.arange(self.steps).sqrt())
@@ -285,7 +286,7 @@ def test_others_may_read_it_as_far_as_the_umask_says(save, tmp_path):
 def test_nothing_is_replaced(save, tmp_path):
     folder = save(decoder_of(CONFIG))
     before = (folder / "model.safetensors").read_bytes()
-    refused("already exists", save, decoder_of(replace(CONFIG, layers=1, windows=(None,))))
+    refused("already exists", save, decoder_of(replace(CONFIG, num_layers=1, windows=(None,))))
     assert (folder / "model.safetensors").read_bytes() == before
 
 
@@ -420,12 +421,21 @@ def test_what_has_none_may_not(field, folder):
     refused(f"config.json: {field} is missing", open_checkpoint, edited(folder, **{field: None}))
 
 
+def test_fields_by_their_former_names(folder):
+    before = open_checkpoint(folder).config
+    values = json.loads((folder / "config.json").read_text())
+    former = {FORMER.get(key, key): value for key, value in values.items()}
+    assert former.keys() != values.keys()
+    (folder / "config.json").write_text(json.dumps(former))
+    assert open_checkpoint(folder).config == before
+
+
 @pytest.mark.parametrize(
     ("changes", "saying"),
     [
-        ({"layers": 3.0}, "layers must be an integer"),
-        ({"layers": 1 << 30}, "layers must be an integer from 1 to 1024"),
-        ({"kv_heads": 4}, "kv_heads 4 does not divide heads 6"),
+        ({"num_layers": 3.0}, "num_layers must be an integer"),
+        ({"num_layers": 1 << 30}, "num_layers must be an integer from 1 to 1024"),
+        ({"num_kv_heads": 4}, "num_kv_heads 4 does not divide num_heads 6"),
         ({"norm_eps": 0}, "norm_eps must be a number above 0"),
         ({"tied_embeddings": 1}, "tied_embeddings must be true or false"),
         ({"norm": "batch"}, "norm must be one of rms, layer, not 'batch'"),
@@ -435,7 +445,7 @@ def test_what_has_none_may_not(field, folder):
         ({"windows": 5}, "windows must be a list of null and integers from 1"),
         ({"windows": [None, 0, None]}, "windows must be a list of null and integers from 1"),
         ({"windows": [None, True, None]}, "windows must be a list of null and integers from 1"),
-        ({"windows": [None, 5]}, "windows has 2 entries, but layers is 3"),
+        ({"windows": [None, 5]}, "windows has 2 entries, but num_layers is 3"),
         ({"rope_theta": 10000.0}, "'rope_theta' = 10000.0 is not supported"),
         ({"auto_map": {"a": "b.C"}}, "'auto_map' = .* is not supported"),
         ({"encoding": "t5"}, "encoding must be an object"),

@@ -42,8 +42,8 @@ def attended(program, layer, tokens, kv_dtype, backend=SdpaAttention):
     found = TorchExecutor(program, backend).run(ops, range(at + 1), now, {})["y"]
     index = torch.arange(len(tokens))
     _, values = now.layer(op.layer).read(index // SIZE, index % SIZE, dtype=torch.float32)
-    repeated = values.repeat_interleave(op.heads // op.kv_heads, dim=1)
-    return found.view(len(tokens), op.heads, op.head_dim), repeated
+    repeated = values.repeat_interleave(op.num_heads // op.num_kv_heads, dim=1)
+    return found.view(len(tokens), op.num_heads, op.head_dim), repeated
 
 
 def assert_explained(seen, query, key, found, values, tolerance, turned=2e-4):
@@ -159,7 +159,7 @@ def test_scores_of_every_family(name, tmp_path):
     context = row.context or checkpoint.config.trained_context
     use = InUse(checkpoint, context, torch.float32, torch.float32, None, SIZE)
     program = checkpoints.loaded(checkpoint, context=context).executor.program
-    for layer in {0, checkpoint.config.layers - 1}:
+    for layer in {0, checkpoint.config.num_layers - 1}:
         found, values = attended(program, layer, TOKENS, torch.float32)
         seen = assert_explained(explain(use, TOKENS, layer, 36, 5), 36, 5, found, values, 1e-4)
         assert (seen.content is None) == (layer > 0 and seen.kind == "embedding")

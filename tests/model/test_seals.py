@@ -308,7 +308,7 @@ def an_engine(decoder, kernels, context=48):
         decoder,
         kv,
         CacheManager(40, 4),
-        [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)],
+        [decoder.encoding.for_layer(layer) for layer in range(decoder.config.num_layers)],
         Limits(max_seqs=3, max_step_tokens=64, max_context=context, max_queue=50),
         PositionMeter(),
         kernels,

@@ -85,7 +85,7 @@ def test_a_shape_of_a_config_file(tmp_path) -> None:
     path.write_text(json.dumps(MIXED))
     own = random_checkpoint(f"shape:{path}", None, None)
     assert own.config.encoding.options["base"] == 500.0
-    assert (own.config.trained_context, own.config.kv_heads) == (64, 2)
+    assert (own.config.trained_context, own.config.num_kv_heads) == (64, 2)
     assert own.tokenizer.vocab_size == 90
     other = random_checkpoint(f"shape:{path}:t5", None, 99)
     assert (other.config.encoding.name, other.config.trained_context) == ("t5", 99)

@@ -34,12 +34,12 @@ T5 = {"buckets": 32, "max_distance": 128}
 
 CONFIG = ModelConfig(
     vocab_size=61,
-    width=24,
-    layers=3,
-    heads=6,
-    kv_heads=2,
+    hidden_size=24,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
     head_dim=8,
-    ffn_width=40,
+    intermediate_size=40,
     norm_eps=1e-5,
     trained_context=CONTEXT,
     encoding=EncodingSpec("rope", ROPE),
@@ -53,7 +53,7 @@ class Linear(PositionalEncoding):
     @classmethod
     def create(cls, options, config, context, device):
         made = cls()
-        made.slopes = 2.0 ** -torch.arange(1, config.heads + 1, dtype=torch.float32)
+        made.slopes = 2.0 ** -torch.arange(1, config.num_heads + 1, dtype=torch.float32)
         return made
 
     def score_bias(self):
@@ -67,7 +67,7 @@ class Table(PositionalEncoding):
     def create(cls, options, config, context, device):
         made = cls()
         generator = torch.Generator().manual_seed(7)
-        made.table = torch.randn(config.heads, 37, generator=generator)
+        made.table = torch.randn(config.num_heads, 37, generator=generator)
         return made
 
     def score_bias(self):
@@ -109,8 +109,10 @@ WIDE_ROPE = f"{__name__}:WideRoPE"
 # Of each head, five units inside its function.
 FIRE = {
     "threshold": 20,
-    "inner": [[0.3 * unit - 0.2 * head for unit in range(5)] for head in range(CONFIG.heads)],
-    "outer": [[(unit - 2) * 0.4 + 0.1 * head for unit in range(5)] for head in range(CONFIG.heads)],
+    "inner": [[0.3 * unit - 0.2 * head for unit in range(5)] for head in range(CONFIG.num_heads)],
+    "outer": [
+        [(unit - 2) * 0.4 + 0.1 * head for unit in range(5)] for head in range(CONFIG.num_heads)
+    ],
 }
 ENCODINGS = {
     "nope": EncodingSpec("nope", {}),
@@ -253,5 +255,5 @@ def _of_use(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tenso
         return 1 + 0.2 * values
     values = values * 0.35
     if config.attention_scale == 1.0 and name.endswith("attention.qkv.weight"):
-        values[: config.heads * config.head_dim] *= config.head_dim**-0.5
+        values[: config.num_heads * config.head_dim] *= config.head_dim**-0.5
     return values

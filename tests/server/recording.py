@@ -53,7 +53,7 @@ def engine(
     kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
     ledger = Ledger(kv, audit)
     manager = CacheManager(blocks, BLOCK, place=HostMemory(kv, spill, ledger) if spill else None)
-    rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
+    rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.num_layers)]
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = auditor_of(kv, manager, scheduler, ledger)
     run = runner(forward, kv, manager, Sampler())

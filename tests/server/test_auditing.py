@@ -132,7 +132,7 @@ def test_who_holds_the_block_ends_and_nobody_else(caplog):
         if event.request_id != "other":
             assert isinstance(event.error, CacheChanged) and event.token is None
     assert ended.stats.generated_tokens == 1
-    assert ended.stats.mutated_entries == ENTRIES * world.kv.kv_heads
+    assert ended.stats.mutated_entries == ENTRIES * world.kv.num_kv_heads
     assert ended.stats.blocks.quarantined == 1
     assert world.engine.mutated_blocks == 1
     world.run()

@@ -427,7 +427,7 @@ def test_a_frame_is_the_models_own() -> None:
 
 def test_encodings_that_such_a_model_cannot_have_are_left_out() -> None:
     """Sinusoidal vectors need four columns."""
-    narrow = make_planner("nope", shape=replace(CONFIG, width=2))
+    narrow = make_planner("nope", shape=replace(CONFIG, hidden_size=2))
     plan = planned(app_of(a=narrow), operation="append", tokens=1)
     assert {row["encoding"] for row in plan["data"]} == set(names()) - {"sinusoidal"}
 

@@ -63,11 +63,11 @@ def test_route_lists_all_with_the_models_that_have_them(outside) -> None:
     assert body["object"] == "list"
     assert (body["device"], body["dtype"]) == ("cpu", "bfloat16")
     assert body["work_of"] == {
-        "layers": 12,
-        "heads": 12,
-        "kv_heads": 12,
+        "num_layers": 12,
+        "num_heads": 12,
+        "num_kv_heads": 12,
         "head_dim": 64,
-        "width": 768,
+        "hidden_size": 768,
     }
     assert [entry["name"] for entry in body["data"]] == [*names(), outside]
     models = {entry["name"]: entry["models"] for entry in body["data"]}

@@ -95,7 +95,9 @@ class Server:
     def entries(self, kept):
         """Keys and values that are stored of it, [layers, tokens, numbers] each."""
         kv, blocks = self.loaded.engine._kv, torch.tensor(kept["blocks"])
-        layers = [kv.layer(layer).read(blocks, dtype=torch.float64) for layer in range(kv.layers)]
+        layers = [
+            kv.layer(layer).read(blocks, dtype=torch.float64) for layer in range(kv.num_layers)
+        ]
         keys, values = (torch.stack(part).flatten(1, 2) for part in zip(*layers, strict=True))
         return keys[:, : kept["computed_tokens"]], values[:, : kept["computed_tokens"]]
 
@@ -474,7 +476,7 @@ def counted(name, length, keep="", origin=None, **params):
 
 def hidden(batch, kv):
     """Stores every token as its own entries, and returns as many numbers for each."""
-    for layer in range(kv.layers):
+    for layer in range(kv.num_layers):
         entries = batch.tokens[:, None, None].float().expand(-1, 3, 2)
         kv.layer(layer).write(entries, -entries, batch.slots)
     return counting(batch, kv)

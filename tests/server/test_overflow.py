@@ -232,7 +232,7 @@ def test_ten_contexts_of_one_layer_equal_recomputation(encoding, overflow):
     leaves no context error: every row of logits equals one pass over what is kept."""
     context = 4 * BLOCK
     options = {"layers": [0]} if encoding == "rope-scaled" else {}
-    decoder = tiny(encoding, layers=1, windows=(None,), options=options)
+    decoder = tiny(encoding, num_layers=1, windows=(None,), options=options)
     recording = Recording(decoder, blocks=12, limits=Limits(4, 16, context, 10))
     going = request("r", range(7), max_tokens=10 * context, overflow=overflow)
     recording.engine.submit(going)

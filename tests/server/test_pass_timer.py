@@ -15,7 +15,7 @@ from tests.model.checkpoints import save
 from tests.model.running import Running, make_batch, new_cache
 from tests.model.tiny import CONFIG, on_triton, program_of, tiny
 
-LAYERS = CONFIG.layers
+LAYERS = CONFIG.num_layers
 TOKENS = [3, 1, 4, 1, 5]
 
 

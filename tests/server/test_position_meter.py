@@ -147,12 +147,12 @@ def contexts():
 
 
 FAR = 113  # from here on T5's window adds nothing
-ALL = CONFIG.layers * CONFIG.heads
+ALL = CONFIG.num_layers * CONFIG.num_heads
 COSTS = {  # by hand: rotations, bias values added and bias values built of one token of n keys
-    "rope": lambda n: (CONFIG.layers * (CONFIG.heads + CONFIG.kv_heads), 0, 0),
+    "rope": lambda n: (CONFIG.num_layers * (CONFIG.num_heads + CONFIG.num_kv_heads), 0, 0),
     "t5-window": lambda n: (0, ALL * min(n, FAR), 0),
     "t5-table": lambda n: (0, ALL * n, 0),
-    "t5-materialised": lambda n: (0, ALL * n, CONFIG.heads * n),
+    "t5-materialised": lambda n: (0, ALL * n, CONFIG.num_heads * n),
     "alibi": lambda n: (0, ALL * n, 0),
     "sinusoidal": lambda n: (0, 0, 0),
     "nope": lambda n: (0, 0, 0),

@@ -43,7 +43,7 @@ def check_hooks(
     claim about stored keys.
     """
     with torch.inference_mode():
-        for own in dict.fromkeys(encoding.for_layer(layer) for layer in range(config.layers)):
+        for own in dict.fromkeys(encoding.for_layer(layer) for layer in range(config.num_layers)):
             _Hooks(own, config, context, device).check_layer()
         _Hooks(encoding, config, context, device).check_whole()
 
@@ -66,9 +66,9 @@ class _Hooks:
         self._x, self._q, self._k = (
             torch.randn(rows, *size, generator=drawn).to(device)
             for size in (
-                (config.width,),
-                (config.heads, config.head_dim),
-                (config.kv_heads, config.head_dim),
+                (config.hidden_size,),
+                (config.num_heads, config.head_dim),
+                (config.num_kv_heads, config.head_dim),
             )
         )
 
@@ -124,7 +124,7 @@ class _Hooks:
             raise self._error(
                 f"score_bias returns {type(bias).__name__}; it must return None or one of {known}"
             )
-        heads = self._config.heads
+        heads = self._config.num_heads
         values = self._values(bias)
         if len(values) not in (1, heads):
             raise self._error(f"score_bias has {len(values)} heads, but must have {heads} or 1")

@@ -98,7 +98,7 @@ class _Stored:
         self._decoder = decoder
         self._kv = new_cache(decoder, blocks)
         self._manager = CacheManager(blocks, BLOCK_SIZE, prefix_sharing=False)
-        rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.layers)]
+        rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.num_layers)]
         ledger = Ledger(self._kv, Audit.OFF)
         self.operations = Operations(self._manager, self._kv, rules, ledger)
         self.tokens: dict[str, list[int]] = {}

@@ -34,7 +34,11 @@ class DenseKV(KVCache):
     ) -> None:
         """dtype: that of projected keys; bfloat16 under such an autocast."""
         super().__init__(
-            replace(config, layers=0), blocks=windows, block_size=length, dtype=dtype, device=device
+            replace(config, num_layers=0),
+            blocks=windows,
+            block_size=length,
+            dtype=dtype,
+            device=device,
         )
 
     def layer(self, index: int) -> LayerKV:
@@ -76,7 +80,7 @@ class DenseAttention:
             q = rotation.queries(q, batch.positions)
             rotated = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
             keys = rotated.view(keys.shape)
-        repeat = self.spec.heads // self.spec.kv_heads
+        repeat = self.spec.num_heads // self.spec.num_kv_heads
         if repeat > 1:
             keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))
         queries = q.view(windows, length, *q.shape[1:]).transpose(1, 2)

@@ -89,12 +89,12 @@ def shape(encoding: str) -> ModelConfig:
     layers = 4
     config = ModelConfig(
         vocab_size=PIECES,
-        width=256,
-        layers=layers,
-        heads=4,
-        kv_heads=4,
+        hidden_size=256,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=4,
         head_dim=64,
-        ffn_width=704,
+        intermediate_size=704,
         norm_eps=1e-5,
         trained_context=CONTEXT,
         encoding=EncodingSpec(encoding, {}),
@@ -132,7 +132,7 @@ def _first_values(
         return torch.ones(parameter.shape)
     deviation = 0.02 if name == "embed.weight" else parameter.shape[1] ** -0.5
     if name.endswith(("attention.out.weight", "mlp.down.weight")):
-        deviation *= (2 * config.layers) ** -0.5
+        deviation *= (2 * config.num_layers) ** -0.5
     generator = torch.Generator().manual_seed(_seed(seed, name))
     return torch.empty(parameter.shape).normal_(0, deviation, generator=generator)
 

@@ -100,7 +100,9 @@ def codes(subject: Subject) -> Picture | Omitted:
         return _codes("biases", bias_codes(bias, at), at, about)
     if subject.embeds:
         at = query_positions(subject.context - 1)
-        return _codes("vectors", vector_codes(subject.whole, subject.config.width, at), at, "")
+        return _codes(
+            "vectors", vector_codes(subject.whole, subject.config.hidden_size, at), at, ""
+        )
     return Omitted(
         "codes",
         CODES,

@@ -81,8 +81,8 @@ def _unit_vectors_at(
     """As query and as key, [head_dim, head_dim] float64: row i is unit vector i, rotated."""
     rows = torch.eye(config.head_dim)
     q, k = encoding.rotate(
-        rows[:, None].repeat(1, config.heads, 1),
-        rows[:, None].repeat(1, config.kv_heads, 1),
+        rows[:, None].repeat(1, config.num_heads, 1),
+        rows[:, None].repeat(1, config.num_kv_heads, 1),
         torch.full((config.head_dim,), at),
         torch.zeros(config.head_dim, dtype=torch.int64),
     )

@@ -51,12 +51,12 @@ def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:
     """A decoder of that shape; fields that encodings do not use are placeholders."""
     return ModelConfig(
         vocab_size=1,
-        width=heads * head_dim,
-        layers=1,
-        heads=heads,
-        kv_heads=heads,
+        hidden_size=heads * head_dim,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=heads,
         head_dim=head_dim,
-        ffn_width=1,
+        intermediate_size=1,
         norm_eps=1e-5,
         trained_context=context,
         encoding=EncodingSpec("nope", {}),
@@ -87,9 +87,9 @@ def from_name(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Sub
 def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> Subject:
     """The decoder's encoding with its trained weights. Raises EncodingError, CheckpointError."""
     config = checkpoint.config
-    if not 0 <= layer < config.layers:
+    if not 0 <= layer < config.num_layers:
         raise EncodingError(
-            f"{checkpoint.path} has the layers 0 to {config.layers - 1}, but not {layer}."
+            f"{checkpoint.path} has the layers 0 to {config.num_layers - 1}, but not {layer}."
         )
     kind, options = find(config.encoding.name), config.encoding.options
     served = context or config.trained_context

@@ -55,7 +55,7 @@ def vectors(subject: Subject) -> Picture | Omitted | None:
 
 def added(subject: Subject, positions: int) -> Tensor:
     """[positions, width] float32."""
-    zeros = torch.zeros(positions, subject.config.width)
+    zeros = torch.zeros(positions, subject.config.hidden_size)
     return subject.whole.embed(zeros, torch.arange(positions))
 
 

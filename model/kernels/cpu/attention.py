@@ -75,8 +75,8 @@ class CpuAttention:
             bases=batch.block_bases.data_ptr(),
             requests=len(batch.context_lens),
             table_width=batch.block_tables.stride(0),
-            heads=spec.heads,
-            kv_heads=spec.kv_heads,
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
             block_size=kv.keys.shape[1],
             window=spec.window or 0,
@@ -91,11 +91,11 @@ class CpuAttention:
             arguments.value_scales = kv.value_scales.data_ptr()
         tensors: tuple[Tensor, ...] = ()
         if isinstance(bias, LinearBias):
-            slopes = _per_head(bias.slopes, spec.heads)
+            slopes = _per_head(bias.slopes, spec.num_heads)
             arguments.slopes = slopes.data_ptr()
             tensors = (slopes,)
         elif isinstance(bias, TableBias | KeyBias):
-            table = _per_head(bias.table, spec.heads)
+            table = _per_head(bias.table, spec.num_heads)
             arguments.bias_table = table.data_ptr()
             arguments.bias_span = table.shape[1]
             arguments.bias_by_key = int(isinstance(bias, KeyBias))
@@ -103,7 +103,7 @@ class CpuAttention:
                 arguments.bias_zero = bias.zero
             tensors = (table,)
         elif isinstance(bias, DenseBias):
-            dense = _per_head(bias.values, spec.heads)
+            dense = _per_head(bias.values, spec.num_heads)
             arguments.dense_bias = dense.data_ptr()
             arguments.bias_span = dense.shape[2]
             tensors = (dense,)

@@ -504,7 +504,7 @@ class Lowering:
         )
 
     def _found(self, op: Attend) -> Span:
-        to = self.write(op.writes, op.heads * op.head_dim)
+        to = self.write(op.writes, op.num_heads * op.head_dim)
         to.value.where = EACH_ROW
         return to
 

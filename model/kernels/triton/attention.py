@@ -75,20 +75,20 @@ class TritonAttention:
         """Requests of one row: each split of their keys in its own program, then all combined."""
         spec, requests = self.spec, len(batch.context_lens)
         splits = max(1, -(-batch.max_context // SPLIT))
-        size = (requests, spec.heads, splits)
+        size = (requests, spec.num_heads, splits)
         parts = torch.empty(*size, spec.head_dim, dtype=torch.float32, device=q.device)
         maxima = torch.empty(size, dtype=torch.float32, device=q.device)
         sums = torch.empty_like(maxima)
-        tiles = -(-spec.heads // (spec.kv_heads * LEAST))
-        self.kernels.attend[tiles * spec.kv_heads, requests, splits](
+        tiles = -(-spec.num_heads // (spec.num_kv_heads * LEAST))
+        self.kernels.attend[tiles * spec.num_kv_heads, requests, splits](
             *(q, *_of_cache(kv), parts, maxima, sums, *_where(batch)),
             **given,
             SPLIT=SPLIT,
             QUERIES=LEAST,
         )
-        self.kernels.merge[requests, spec.heads](
+        self.kernels.merge[requests, spec.num_heads](
             *(parts, maxima, sums, out, batch.query_starts, batch.context_lens, splits),
-            HEADS=spec.heads,
+            HEADS=spec.num_heads,
             HEAD_DIM=spec.head_dim,
             WINDOW=spec.window or 0,
             SPLIT=SPLIT,
@@ -104,8 +104,8 @@ class TritonAttention:
         spec = self.spec
         # float32 products use no tensor cores and need more registers.
         rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
-        tiles = -(-batch.max_query * (spec.heads // spec.kv_heads) // rows)
-        self.kernels.attend[tiles * spec.kv_heads, len(batch.context_lens)](
+        tiles = -(-batch.max_query * (spec.num_heads // spec.num_kv_heads) // rows)
+        self.kernels.attend[tiles * spec.num_kv_heads, len(batch.context_lens)](
             *(q, *_of_cache(kv), out, out, out, *_where(batch)),
             **given,
             SPLIT=0,
@@ -123,8 +123,8 @@ class TritonAttention:
             "q_head": head,
             "q_dim": dim,
             "scale": spec.scale,
-            "HEADS": spec.heads,
-            "KV_HEADS": spec.kv_heads,
+            "HEADS": spec.num_heads,
+            "KV_HEADS": spec.num_kv_heads,
             "HEAD_DIM": spec.head_dim,
             "BLOCK_SIZE": kv.keys.shape[1],
             "WINDOW": spec.window or 0,

@@ -120,7 +120,7 @@ class TritonExecutor(TorchExecutor):
             case AddNorm():
                 norm = self._of_norm(op.norm)
                 return lambda op, now, x, added: norm(x, added)
-            case Norm(width=width) if width == self.program.config.width:
+            case Norm(width=width) if width == self.program.config.hidden_size:
                 lone = self._of_norm(op)
                 return lambda op, now, x: lone(x.contiguous())[1:]
             case Around(few=True):

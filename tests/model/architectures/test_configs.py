@@ -38,8 +38,8 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
-        ("llama", {"num_key_value_heads": ABSENT}, {"kv_heads": 6}),
-        ("llama", {"num_key_value_heads": None}, {"kv_heads": 6}),
+        ("llama", {"num_key_value_heads": ABSENT}, {"num_kv_heads": 6}),
+        ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 6}),
         ("llama", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
         ("llama", {"mlp_bias": True}, {"mlp_bias": True}),
         ("llama", {"tie_word_embeddings": True}, {"tied_embeddings": True}),
@@ -64,7 +64,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
         ("mpt", {"norm_type": "layernorm"}, {}),
         ("mpt", {"layer_norm_epsilon": 1e-6}, {"norm_eps": 1e-6}),
         ("falcon", {"bias": False}, {"qkv_bias": False, "out_bias": False, "mlp_bias": False}),
-        ("falcon", {"ffn_hidden_size": 999}, {"ffn_width": 999}),
+        ("falcon", {"ffn_hidden_size": 999}, {"intermediate_size": 999}),
         ("falcon", {"activation": "relu"}, {"activation": "relu"}),
         ("falcon", {"max_position_embeddings": 1024}, {"trained_context": 1024}),
         ("pythia", {"use_parallel_residual": False}, {"block": "pre_norm"}),
@@ -78,7 +78,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
             {"encoding": rope(1e4, 16, scaling={"type": "linear", "factor": 2.0})},
         ),
         ("pythia", {"hidden_act": "relu"}, {"activation": "relu"}),
-        ("gpt-j", {"n_inner": 999}, {"ffn_width": 999}),
+        ("gpt-j", {"n_inner": 999}, {"intermediate_size": 999}),
         ("gpt-j", {"n_positions": 512, "n_ctx": 512}, {"trained_context": 512}),
         ("gpt-j", {"activation_function": ABSENT}, {"activation": "gelu_tanh"}),
         ("gpt-j", {"activation_function": "gelu"}, {"activation": "gelu"}),
@@ -256,7 +256,7 @@ def test_what_relatives_must_say():
     refused("num_key_value_heads must be .* 6, not 8", "mistral", num_key_value_heads=ABSENT)
     refused("num_key_value_heads must be .* 6, not 32", "qwen2", num_key_value_heads=ABSENT)
     for kind in GATED:
-        assert hf(kind, num_key_value_heads=None).kv_heads == 6
+        assert hf(kind, num_key_value_heads=None).num_kv_heads == 6
     assert hf("qwen3", head_dim=ABSENT).head_dim == 128
 
 
@@ -271,7 +271,7 @@ def test_gguf(family):
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"attention.head_count_kv": ABSENT}, {"kv_heads": 6}),
+        ({"attention.head_count_kv": ABSENT}, {"num_kv_heads": 6}),
         ({"attention.key_length": 8, "attention.value_length": 8}, {}),
         ({"vocab_size": 99}, {}),
         ({"rope.scaling.type": "none", "expert_count": None}, {}),

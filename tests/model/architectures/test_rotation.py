@@ -210,7 +210,7 @@ PHI3_CODE = {
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_key_value_heads": ABSENT}, {"kv_heads": 6}),
+        ({"num_key_value_heads": ABSENT}, {"num_kv_heads": 6}),
         ({"sliding_window": 40}, {"windows": (40, 40, 40)}),
         ({"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attention_bias": False}, {}),
         ({"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}, {}),

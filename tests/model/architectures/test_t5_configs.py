@@ -71,7 +71,7 @@ def described(weights, tmp_path):
 
 def test_the_first_t5(described):
     config = open_checkpoint(described(OLD_T5)).config
-    assert (config.layers, config.encoder.layers) == (3, 2)
+    assert (config.num_layers, config.encoder.num_layers) == (3, 2)
     assert (config.start_token, config.end_token) == (0, 1)
     assert config.tied_embeddings
     assert config.output_scale == 32**-0.5

@@ -32,7 +32,7 @@ def problem(given, block_size, lengths):
     rng = random.Random(block_size)
     needed = [-(-(done + new) // block_size) for done, new in lengths]
     ids = rng.sample(range(1, sum(needed) + 1), sum(needed))
-    shape = (sum(needed) + 1, block_size, given.kv_heads, given.head_dim)
+    shape = (sum(needed) + 1, block_size, given.num_kv_heads, given.head_dim)
     generator = torch.Generator().manual_seed(1)
     kv = LayerKV(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     work = []
@@ -44,7 +44,7 @@ def problem(given, block_size, lengths):
                 cache[at] = torch.randn(shape[2:], generator=generator)
         work.append((Running([0] * (done + new), blocks, computed=done), new))
     batch = make_batch(work, block_size)
-    q = torch.randn(len(batch.tokens), given.heads, given.head_dim, generator=generator)
+    q = torch.randn(len(batch.tokens), given.num_heads, given.head_dim, generator=generator)
     return q.to(given.dtype), LayerKV(*(cache.to(given.dtype) for cache in kv)), batch
 
 
@@ -69,7 +69,7 @@ def biases(heads, batch):
 def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, kernels):
     given = spec(*heads, head_dim, window=window)
     q, kv, batch = problem(given, block_size, [(0, 9), (30, 1), (17, 4), (0, 1)])
-    for bias in biases(given.heads, batch):
+    for bias in biases(given.num_heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias, None)
         for backend in (CpuBackend(kernels), SdpaAttention, InParts):
             result = backend(given)(q, kv, batch, bias, None)
@@ -86,7 +86,7 @@ def test_many_rows_in_float64(head_dim, heads, window, causal, kernels):
     """Several tiles, tasks and chunks of keys, their borders included."""
     given = spec(*heads, head_dim, torch.float64, window, causal)
     q, kv, batch = problem(given, 16, [(0, 129), (63, 1), (0, 64), (70, 97), (64, 2)])
-    for bias in biases(given.heads, batch):
+    for bias in biases(given.num_heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias, None)
         for backend in (CpuBackend(kernels), SdpaAttention, InParts):
             result = backend(given)(q, kv, batch, bias, None)
@@ -128,7 +128,7 @@ def test_numbers_do_not_depend_on_threads_nor_on_other_requests(
     """Threads that are more than requests share halves of the keys, and then heads of these."""
     given = spec(*heads, 64, dtype, window, causal)
     q, kv, batch = problem(given, 16, LENGTHS)
-    bias = biases(given.heads, batch)[FORMS[form]]
+    bias = biases(given.num_heads, batch)[FORMS[form]]
     exact = ReferenceAttention(given)(q, kv, batch, bias, None)
     attend = CpuBackend(kernels)(given)
     threads(1)

@@ -46,7 +46,7 @@ def backends(kernels, dtype=torch.float32):
 def test_every_bias(head_dim, heads, block_size, window, dtype, kernels):
     given = spec(*heads, head_dim, dtype, window)
     q, kv, batch = problem(given, block_size, LENGTHS)
-    for bias in biases(given.heads, batch):
+    for bias in biases(given.num_heads, batch):
         exact = exactly(given, q, kv, batch, bias, None)
         for backend in backends(kernels, dtype):
             found = backend(given)(q, in_8_bits(kv), batch, bias, None)

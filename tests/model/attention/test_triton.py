@@ -41,7 +41,7 @@ def error(given, bias, lengths, block_size, changed=lambda given, bias: (given, 
     bias: which of `biases`.
     """
     q, kv, batch = problem(given, block_size, lengths)
-    bias = biases(given.heads, batch)[bias]
+    bias = biases(given.num_heads, batch)[bias]
     exact = ReferenceAttention(given)(q, kv, batch, bias, None)
     other, bias = changed(given, bias)
     return (TritonHere(other)(q, kv, batch, bias, None) - exact).abs().max()
@@ -254,7 +254,7 @@ def error_on_one_device(given, lengths, bias):
     right: both are rounded to the same type."""
     given = replace(given, device=DEVICE)
     q, kv, batch = problem(given, 16, lengths)
-    some = biases(given.heads, batch)[bias]
+    some = biases(given.num_heads, batch)[bias]
     there = [moved(each, DEVICE) for each in (q, kv, batch, some)]
     exact = ReferenceAttention(given)(*there, None)
     difference = (TritonAttention(given)(*there, None) - exact).abs()

@@ -23,7 +23,7 @@ RELATIVE = 1e-5
 
 
 def made(heads=8, context=2048, config=CONFIG, **options):
-    return create(EncodingSpec("alibi", options), replace(config, heads=heads), context, CPU)
+    return create(EncodingSpec("alibi", options), replace(config, num_heads=heads), context, CPU)
 
 
 def bias(encoding, query, keys):
@@ -169,7 +169,7 @@ def test_work_counts_every_key_of_every_head():
         made(6).work(CONFIG, 100, 16),
         made(6, hf_exact=True).work(CONFIG, 100, 16),
     )
-    values = CONFIG.layers * 6 * 100
+    values = CONFIG.num_layers * 6 * 100
     assert (by_distance.rotations, by_distance.bias_values) == (0, values)
     assert (by_distance.flops, by_distance.bytes) == (2 * values, 24)
     assert (by_key.bias_values, by_key.flops, by_key.bytes) == (values, values, 2400)

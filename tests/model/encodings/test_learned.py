@@ -7,7 +7,7 @@ from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import EncodingError, create
 from tests.model.tiny import CONFIG, CPU
 
-WIDTH = CONFIG.width
+WIDTH = CONFIG.hidden_size
 
 
 def learned(**options):

@@ -14,7 +14,7 @@ from tests.model.tiny import CONFIG, CPU
 
 
 def vectors(positions, *, width=10, context=3000, **options):
-    config = replace(CONFIG, width=width)
+    config = replace(CONFIG, hidden_size=width)
     made = create(EncodingSpec("sinusoidal", options), config, context, CPU)
     return made.embed(torch.zeros(len(positions), width), torch.tensor(positions))
 

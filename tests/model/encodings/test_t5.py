@@ -20,7 +20,7 @@ SHAPES = [(32, 128), (32, 20), (12, 64), (33, 100), (7, 1000), (4, 3), (64, 513)
 def made(buckets=32, max_distance=128, context=4096, heads=3, **options):
     """With random weights, frozen as after loading."""
     spec = EncodingSpec("t5", {"buckets": buckets, "max_distance": max_distance, **options})
-    encoding = create(spec, replace(CONFIG, heads=heads), context, CPU)
+    encoding = create(spec, replace(CONFIG, num_heads=heads), context, CPU)
     generator = torch.Generator().manual_seed(buckets)
     for module in encoding.modules():
         if isinstance(module, T5):
@@ -126,12 +126,12 @@ def test_between_positions_is_the_bias_that_transformers_adds():
 def test_every_layer_has_biases_of_its_own():
     encoding = made(per_layer=True)
     names = [name for name, _ in encoding.named_parameters()]
-    assert names == [f"layers.{layer}.weight" for layer in range(CONFIG.layers)]
+    assert names == [f"layers.{layer}.weight" for layer in range(CONFIG.num_layers)]
     config = UMT5Config(num_heads=3, d_model=12, d_kv=4)
     config.is_decoder = True
     attention = UMT5Attention(config, has_relative_attention_bias=True)
     tables = []
-    for layer in range(CONFIG.layers):
+    for layer in range(CONFIG.num_layers):
         own = encoding.for_layer(layer)
         with torch.no_grad():
             attention.relative_attention_bias.weight.copy_(own.weight)
@@ -150,7 +150,7 @@ def test_shared_by_all_layers_otherwise():
 
 def test_work_is_bounded_by_the_last_bucket():
     """Keys from distance 113 on add zero; each layer reads the table, which all share."""
-    config = replace(CONFIG, heads=3)
+    config = replace(CONFIG, num_heads=3)
     near, far = made().work(config, 50, 16), made().work(config, 100_000, 16)
     assert (near.bias_values, near.flops, near.bytes) == (3 * 3 * 50,) * 2 + (3 * 50 * 4,)
     assert (far.bias_values, far.bytes) == (3 * 3 * 113, 3 * 113 * 4)
@@ -161,7 +161,7 @@ def test_work_is_bounded_by_the_last_bucket():
 
 def test_work_of_the_other_forms_grows_with_the_context():
     """Every key pays an add; the dense bias is written once and read by each of 3 layers."""
-    config = replace(CONFIG, heads=3)
+    config = replace(CONFIG, num_heads=3)
     table, dense = (made(form=form).work(config, 1000, 16) for form in ("table", "materialised"))
     assert (table.bias_values, table.flops) == (dense.bias_values, dense.flops) == (9000, 9000)
     assert (table.bias_built, table.bytes) == (0, 4 * 3 * 114)
@@ -202,5 +202,5 @@ def test_refusals(options, words):
 
 
 def test_a_context_shorter_than_the_last_bucket_is_all_window():
-    config = replace(CONFIG, heads=3)
-    assert made(context=12).work(config, 12, 16).bias_values == CONFIG.layers * 3 * 12
+    config = replace(CONFIG, num_heads=3)
+    assert made(context=12).work(config, 12, 16).bias_values == CONFIG.num_layers * 3 * 12

@@ -60,4 +60,4 @@ def test_a_bias_by_key_is_counted_where_the_query_stands() -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp32"])
 def test_vectors_of_different_positions_stay_different(name) -> None:
     subject = from_name("sinusoidal", CONFIG, {})
-    assert vector_codes(subject.whole, CONFIG.width, [63, 2047])[name] == [64, 64]
+    assert vector_codes(subject.whole, CONFIG.hidden_size, [63, 2047])[name] == [64, 64]

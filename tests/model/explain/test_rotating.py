@@ -91,7 +91,7 @@ def test_other_changes_are_not_called_turning() -> None:
 def turned(encoding, q, k, distances):
     """q · k with the query at the last distance, the key so far before it: through the hook."""
     last = int(distances[-1])
-    heads = CONFIG.heads
+    heads = CONFIG.num_heads
     rows = torch.arange(last + 1)
     query, _ = encoding.rotate(
         q.float().repeat(1, heads, 1), k.float().repeat(1, heads, 1), torch.tensor([last]), rows[:1]

@@ -86,7 +86,7 @@ def test_integers_without_a_scale_are_no_weights(folders, tmp_path) -> None:
     save_file(tensors, tmp_path / "broken" / SINGLE)
     with pytest.raises(CheckpointError, match="stored as I8"):
         SafetensorsDirectory(tmp_path / "broken").read("embed.weight")
-    assert json.loads((tmp_path / "broken" / "config.json").read_text())["width"] == 32
+    assert json.loads((tmp_path / "broken" / "config.json").read_text())["hidden_size"] == 32
 
 
 def test_a_tokenizer_in_the_folder_above_is_shared(folders, tmp_path) -> None:

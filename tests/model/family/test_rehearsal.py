@@ -21,8 +21,8 @@ class {name}(PositionalEncoding):
     def create(cls, options, config, context, device):
         encoding = cls()
         encoding.context = context
-        encoding.slopes = nn.Parameter(torch.zeros(config.heads), requires_grad=False)
-        encoding.register_buffer("table", torch.zeros(config.heads, context))
+        encoding.slopes = nn.Parameter(torch.zeros(config.num_heads), requires_grad=False)
+        encoding.register_buffer("table", torch.zeros(config.num_heads, context))
         {create}
         return encoding
 

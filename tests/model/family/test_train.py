@@ -32,8 +32,8 @@ def short_windows(monkeypatch) -> None:
 
 def small(encoding: str):
     config = replace(
-        shape(encoding), vocab_size=4096, width=32, layers=2, heads=2, kv_heads=2, head_dim=16,
-        ffn_width=64, trained_context=32, windows=(None, None),
+        shape(encoding), vocab_size=4096, hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2,
+        head_dim=16, intermediate_size=64, trained_context=32, windows=(None, None),
     )  # fmt: skip
     options = find(encoding).usual_options(config)
     return replace(config, encoding=EncodingSpec(encoding, options))

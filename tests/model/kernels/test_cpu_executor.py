@@ -118,7 +118,7 @@ def test_every_encoding(encoding, dtype, kernels):
     changes=[
         {"qk_norm": True, "qkv_bias": True},
         {"out_bias": True, "mlp_bias": True},
-        {"kv_heads": 6},
+        {"num_kv_heads": 6},
         {"windows": (7, None, 7)},
     ],
     bits=BITS,
@@ -301,7 +301,7 @@ class Biased(RoPE):
     """Turns as RoPE does, and adds something besides."""
 
     def score_bias(self):
-        return LinearBias(torch.ones(CONFIG.heads))
+        return LinearBias(torch.ones(CONFIG.num_heads))
 
 
 class Mixed(PositionalEncoding):
@@ -316,7 +316,7 @@ class Mixed(PositionalEncoding):
             [RoPE(**rope(options)), PositionalEncoding(), Unlike(**rope(options))]
         )
         for index, own in enumerate(made.each[1:]):
-            bias = LinearBias(torch.full((CONFIG.heads,), 0.1 + index))
+            bias = LinearBias(torch.full((CONFIG.num_heads,), 0.1 + index))
             own.score_bias = lambda bias=bias: bias
         return made
 
@@ -329,7 +329,9 @@ class Late(PositionalEncoding):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(CONFIG.layers, CONFIG.heads), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.empty(CONFIG.num_layers, CONFIG.num_heads), requires_grad=False
+        )
         self.each = ()
 
     @classmethod
@@ -446,7 +448,7 @@ def test_attention_by_another_backend(kernels):
     program = program_of(plain)
     decoder = Decoder(program, CpuExecutor(program, kernels, SdpaAttention))
     attending = [stage for stage in stages(decoder) if isinstance(stage.op, Attend)]
-    assert len(attending) == CONFIG.layers
+    assert len(attending) == CONFIG.num_layers
     for lengths in (LENGTHS, MANY):
         assert close(decoder, plain, torch.float32, lengths=lengths)
 

@@ -46,7 +46,7 @@ LAYERS = 2  # so that a layer follows another; the interpreter takes its time fo
 
 def decoders(encoding, shape, dtype=torch.float32):
     """The same decoder in torch and in Triton."""
-    changes = SHAPES[shape] | {"layers": LAYERS, "windows": (None,) * LAYERS}
+    changes = SHAPES[shape] | {"num_layers": LAYERS, "windows": (None,) * LAYERS}
     changes["options"] = {"layers": [0]} if encoding == "rope-scaled" else {}
     program = program_of(tiny(encoding, dtype=dtype, device=DEVICE, **changes))
     if shape == "in 8 bits":

@@ -58,7 +58,9 @@ def launches(monkeypatch, encoding, layers, stored, requests):
     counting = Launches()
     for using in (attention, fused):
         monkeypatch.setattr(using, "import_module", lambda name: counting.kernels)
-    config = replace(CONFIG, encoding=ENCODINGS[encoding], layers=layers, windows=(None,) * layers)
+    config = replace(
+        CONFIG, encoding=ENCODINGS[encoding], num_layers=layers, windows=(None,) * layers
+    )
     kv = KVCache(config, blocks=40, block_size=16, dtype=stored, device=META)
     made = create(config.encoding, config, CONTEXT, META)
     weights = allocate(config, made, dtype=torch.bfloat16, device=META)

@@ -202,7 +202,7 @@ def test_one_launch(encoding, stored):
 
 def stores(decoder):
     """Of each layer."""
-    return decoder.executor._stores[: CONFIG.layers]
+    return decoder.executor._stores[: CONFIG.num_layers]
 
 
 def test_it_rotates_where_rope_does():
@@ -215,7 +215,7 @@ class Biased(RoPE):
     """Turns as RoPE does, and adds something besides."""
 
     def score_bias(self):
-        return LinearBias(torch.ones(CONFIG.heads))
+        return LinearBias(torch.ones(CONFIG.num_heads))
 
 
 def test_it_rotates_where_a_class_does_as_rope_does(monkeypatch):

@@ -99,8 +99,8 @@ def _models(members: Sequence[Measured]) -> str:
                 one.encoding,
                 ", ".join(f"{name} {value}" for name, value in options.items()),
                 f"{one.parameters:,}",
-                f"{shape['layers']} × {shape['width']}",
-                f"{shape['heads']}",
+                f"{shape['num_layers']} × {shape['hidden_size']}",
+                f"{shape['num_heads']}",
                 f"{shape['trained_context']:,}",
                 f"`{one.digest[:12]}`",
             ]

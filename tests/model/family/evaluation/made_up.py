@@ -15,9 +15,9 @@ from ropewalk.report.statistics import Estimate, wilson
 TRAINED, CONTEXT = 512, 4096
 REFUSAL = "refuses: there is no vector for such a position"
 CONFIG = {
-    "layers": 4,
-    "width": 256,
-    "heads": 4,
+    "num_layers": 4,
+    "hidden_size": 256,
+    "num_heads": 4,
     "trained_context": TRAINED,
     "encoding": {"name": "any", "options": {"scale": 4.0, "layout": "split"}},
 }

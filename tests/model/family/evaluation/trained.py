@@ -33,12 +33,12 @@ ENCODINGS = {
 def config(encoding: EncodingSpec, layers: int = 2) -> ModelConfig:
     return ModelConfig(
         vocab_size=VOCAB,
-        width=16,
-        layers=layers,
-        heads=2,
-        kv_heads=2,
+        hidden_size=16,
+        num_layers=layers,
+        num_heads=2,
+        num_kv_heads=2,
         head_dim=8,
-        ffn_width=24,
+        intermediate_size=24,
         norm_eps=1e-5,
         trained_context=TRAINED,
         encoding=encoding,
