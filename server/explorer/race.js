@@ -272,6 +272,6 @@ function pastVerdict(lanes) {
   if (held.length) parts.push(`${listed(held)}: went past the trained length and held.`);
   if (refused.length) parts.push(`${listed(refused)}: refused.`);
   if (shifted.length + rotated.length) parts.push("(Positions never pass what the server serves: a larger --max-model-len lets them.)");
-  parts.push("Read up to there: the beginning of Moby-Dick, in place of the prompt.");
+  if (rest.length) parts.push("Read up to there: the beginning of Moby-Dick, in place of the prompt.");
   return parts.join(" ");
 }

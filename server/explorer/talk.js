@@ -30,10 +30,10 @@ class Talk {
     this.rows = element("div", { class: "talk-runs" });
     this.detail = element("aside", { class: "talk-detail", "aria-live": "polite", "aria-label": "The token under the cursor" });
     fill(root,
-      field("Text to be continued", this.prompt, { class: "field wide" }),
+      field("Your text: continued, or in a chat answered", this.prompt, { class: "field wide" }),
       element("div", { class: "row" }, field("Asked as", this.form), field("At most, tokens", this.tokens), field("Temperature", this.temperature), field("Seed", this.seed), this.go, this.halt),
       element("div", { class: "talk-body" }, this.rows, this.detail),
-      element("p", { class: "note" }, "In tokens, · is a space and ⏎ the end of a line. <s> is the mark with which a text begins; it is sent with yours."),
+      element("p", { class: "note" }, "In tokens, · is a space and ⏎ the end of a line. What stands in <…>, such as <s>, is a mark that the model's form of a text has; it is sent with yours."),
     );
     this.describe();
     const offer = () => {
