@@ -11,7 +11,7 @@ STYLES = ("style.css", "panels.css")
 # In this order: later ones use what earlier ones define.
 SCRIPTS = (
     *("drawing", "charts", "visit", "api", "frame"),
-    *("talk", "race", "cache", "position", "proof", "load"),
+    *("talk", "race", "blocks", "operations", "cache", "position", "proof", "load"),
 )
 
 
