@@ -150,7 +150,7 @@ def one(wide: Ability, half: Ability) -> str:
 # ---- cache.md ----
 
 KEPT = 1024  # tokens that a shift or a move takes along
-VARIANTS = (
+COMPARED = (
     ("rope, `absolute`", "rope", {"frame": "absolute"}),
     ("rope, `raw`", "rope", {"frame": "raw"}),
     ("rope, `block`", "rope", {"frame": "block"}),
@@ -171,7 +171,7 @@ def comparison() -> str:
         f"|encoding|changed by appending|{lengths}|shift that keeps {KEPT:,}|reuse elsewhere|",
         "|---|---:|" + "---:|" * len(LENGTHS) + "---:|---|",
     ]
-    for label, name, options in VARIANTS:
+    for label, name, options in COMPARED:
         encoding = example(find(name), SHAPE, 2048, options)
         works = "|".join(work(encoding.work(SHAPE, n, BLOCK_SIZE)) for n in LENGTHS)
         evict = Evict(SEQUENCE, 1, KEPT // BLOCK_SIZE, renumber=True)
