@@ -99,9 +99,6 @@ class PrefixIndex:
         self._by_digest: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}  # those in the cache
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._by_block
-
     @property
     def blocks(self) -> frozenset[int]:
         return frozenset(self._by_block)

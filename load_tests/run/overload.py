@@ -11,13 +11,13 @@ is taken off: rates are per second of what the client left of the machine.
 import argparse
 import asyncio
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, complete, get_json
@@ -115,10 +115,6 @@ def sound(one: Round) -> bool:
 
 def summary(rounds: Sequence[Round], limit: float) -> list[str]:
     """The medians of some rounds, a line each."""
-
-    def median(values: Iterable[float]) -> float:
-        return statistics.median(values)
-
     failures = [each for one in rounds for each in (*one.capacity.failures, *one.overload.failures)]
     return [
         f"capacity: {median(one.capacity.rate for one in rounds):.1f} requests/s, first token "

@@ -37,29 +37,12 @@ class Bloom(PlainDecoder):
         context="seq_length",
         norm_eps="layer_norm_epsilon",
     )
-    names = stored.Names(
-        embed="transformer.word_embeddings",
-        embed_norm="transformer.word_embeddings_layernorm",
-        norm="transformer.ln_f",
-        head="lm_head",
-        layer="transformer.h.{}.",
-        attention_norm="input_layernorm",
-        qkv=("self_attention.query_key_value",),
-        out="self_attention.dense",
-        mlp_norm="post_attention_layernorm",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-    )
+    names = stored.BLOOM
 
     def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         if fields.flag("apply_residual_connection_post_layernorm"):
             raise fields.error("apply_residual_connection_post_layernorm is not supported")
-        return replace(
-            usual,
-            encoding=EncodingSpec("alibi", {}),
-            activation="gelu_tanh",
-            embed_norm=True,
-        )
+        return self.shape_from_gguf(fields, "", usual)
 
     def shape_from_gguf(self, fields: Fields, own: str, usual: ModelConfig) -> ModelConfig:
         return replace(

@@ -37,25 +37,8 @@ class Falcon(PlainDecoder):
         apply_residual_connection_post_layernorm hidden_dropout num_kv_heads
         num_ln_in_parallel_attn rope_parameters rope_theta
     """
-    keys = Keys(
-        hidden_size="hidden_size",
-        num_layers="num_hidden_layers",
-        num_heads="num_attention_heads",
-        context="max_position_embeddings",
-        norm_eps="layer_norm_epsilon",
-    )
-    names = stored.Names(
-        embed="transformer.word_embeddings",
-        norm="transformer.ln_f",
-        head="lm_head",
-        layer="transformer.h.{}.",
-        attention_norm="input_layernorm",
-        qkv=("self_attention.query_key_value",),
-        out="self_attention.dense",
-        mlp_norm="post_attention_layernorm",
-        up="mlp.dense_h_to_4h",
-        down="mlp.dense_4h_to_h",
-    )
+    keys = Keys(norm_eps="layer_norm_epsilon")
+    names = stored.BLOOM
 
     def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
         for name, value in FALCON_RW.items():

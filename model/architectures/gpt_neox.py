@@ -40,15 +40,7 @@ class GPTNeoX(PlainDecoder):
         attention_probs_dropout_prob gradient_checkpointing hidden_dropout hidden_dropout_prob
         is_decoder
     """
-    keys = Keys(
-        hidden_size="hidden_size",
-        num_layers="num_hidden_layers",
-        num_heads="num_attention_heads",
-        context="max_position_embeddings",
-        intermediate_size="intermediate_size",
-        norm_eps="layer_norm_eps",
-        tied=False,
-    )
+    keys = Keys(intermediate_size="intermediate_size", norm_eps="layer_norm_eps", tied=False)
     names = stored.Names(
         embed="gpt_neox.embed_in",
         norm="gpt_neox.final_layer_norm",

@@ -26,13 +26,7 @@ class OPT(PlainDecoder):
         max_position_embeddings=2048,
     )
     harmless = "activation_dropout dropout init_std layerdrop"
-    keys = Keys(
-        hidden_size="hidden_size",
-        num_layers="num_hidden_layers",
-        num_heads="num_attention_heads",
-        context="max_position_embeddings",
-        intermediate_size="ffn_dim",
-    )
+    keys = Keys(intermediate_size="ffn_dim")
     names = stored.Names(
         embed="model.decoder.embed_tokens",
         positions="model.decoder.embed_positions",

@@ -28,10 +28,10 @@ NOPE = EncodingSpec("nope", {})
 class Keys:
     """The keys of config.json by which a family states its sizes; a pair: older files' name too."""
 
-    hidden_size: str | tuple[str, str]
-    num_layers: str | tuple[str, str]
-    num_heads: str | tuple[str, str]
-    context: str
+    hidden_size: str | tuple[str, str] = "hidden_size"
+    num_layers: str | tuple[str, str] = "num_hidden_layers"
+    num_heads: str | tuple[str, str] = "num_attention_heads"
+    context: str = "max_position_embeddings"
     intermediate_size: str | None = None  # None: four times the width
     norm_eps: str | None = None  # None: 1e-5
     tied: bool = True  # whether the head is the embedding, where tie_word_embeddings is absent

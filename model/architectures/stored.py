@@ -117,6 +117,19 @@ HUGGING_FACE = Names(
     up="mlp.up_proj",
     down="mlp.down_proj",
 )
+BLOOM = Names(
+    embed="transformer.word_embeddings",
+    embed_norm="transformer.word_embeddings_layernorm",  # Falcon has none
+    norm="transformer.ln_f",
+    head="lm_head",
+    layer="transformer.h.{}.",
+    attention_norm="input_layernorm",
+    qkv=("self_attention.query_key_value",),
+    out="self_attention.dense",
+    mlp_norm="post_attention_layernorm",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
 GGUF = Names(
     embed="token_embd",
     embed_norm="token_embd_norm",

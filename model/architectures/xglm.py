@@ -30,7 +30,6 @@ class XGLM(PlainDecoder):
         hidden_size="d_model",
         num_layers="num_layers",
         num_heads="attention_heads",
-        context="max_position_embeddings",
         intermediate_size="ffn_dim",
     )
     names = stored.Names(

@@ -15,7 +15,7 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache
 from ropewalk.model import recipes
 from ropewalk.model.attention.reference import ReferenceAttention
-from ropewalk.model.batch import ForwardBatch, in_order, of_one
+from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import (
     LinearBias,
@@ -267,7 +267,8 @@ class Looked:
     def at_same_position(self) -> tuple[Tensor, Tensor]:
         """Queries [T, heads, head_dim] and gathered keys as if all tokens were at position 0."""
         zero = torch.zeros_like(self.batch.positions)
-        q, k = rotated(self.encoding, self.q, self.k, _at(self.batch, zero))
+        start = replace(self.batch, positions=zero, offsets=zero)
+        q, k = rotated(self.encoding, self.q, self.k, start)
         kv = self._cache().layer(self.op.layer)  # which may round them
         kv.write(k, self.v, self.batch.slots)
         return q, self.reference.gather(kv, self.batch, 0, len(self.batch.tokens))[0]
@@ -401,8 +402,3 @@ def _magnified(x: Tensor, rope: RoPE) -> Tensor:
     factor = torch.ones(x.shape[-1], dtype=x.dtype)
     factor[: rope.width] = rope.magnitude
     return x * factor
-
-
-def _at(batch: ForwardBatch, zero: Tensor) -> ForwardBatch:
-    """The batch with every token at position and offset 0."""
-    return replace(batch, positions=zero, offsets=zero)

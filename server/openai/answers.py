@@ -235,13 +235,14 @@ NO_IDS = TokenIds()
 class _Frame:
     """What every chunk of an answer repeats."""
 
+    kind: str
     ping = PING
 
-    def __init__(self, id_: str, kind: str, model: str, created: int, ids: TokenIds) -> None:
+    def __init__(self, id_: str, model: str, created: int, ids: TokenIds = NO_IDS) -> None:
         self.ids = ids
         self.common = {"id": id_, "created": created, "model": model}
         head = (
-            f'data: {{"id":{dumps(id_)},"object":{dumps(kind)},"created":{created},'
+            f'data: {{"id":{dumps(id_)},"object":{dumps(self.kind)},"created":{created},'
             f'"model":{dumps(model)},"choices":['
         )
         self.choice_head = head + '{"index":'
@@ -255,8 +256,7 @@ class _Frame:
 
 
 class CompletionWire(_Frame):
-    def __init__(self, id_: str, model: str, created: int, ids: TokenIds = NO_IDS) -> None:
-        super().__init__(id_, "text_completion", model, created, ids)
+    kind = "text_completion"
 
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
         return ""
@@ -306,8 +306,7 @@ class CompletionWire(_Frame):
 
 
 class ChatWire(_Frame):
-    def __init__(self, id_: str, model: str, created: int, ids: TokenIds = NO_IDS) -> None:
-        super().__init__(id_, "chat.completion.chunk", model, created, ids)
+    kind = "chat.completion.chunk"
 
     def opening(self, choices: Sequence[Choice], usage: str) -> str:
         prompt = ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from json import dumps
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator
 
@@ -21,6 +21,18 @@ from ropewalk.server.tools.parser import Delta
 
 Fields = dict[str, Any]
 Kind = Literal["reasoning", "text", "call"]
+
+
+class HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def chat_content(content: str | Sequence[HasText]) -> str | list[Fields]:
+    """As chat's content, which joins its parts."""
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part.text} for part in content] or ""
 
 
 class TranslatedBody(TemplateBody, GenerationBody):

@@ -21,6 +21,7 @@ from ropewalk.server.translators.base import (
     Lenient,
     TranslatedBody,
     by_type,
+    chat_content,
     refused,
     text_or,
 )
@@ -108,11 +109,7 @@ class Message(Lenient):
                     function = {"name": block.name, "arguments": dumps(block.input)}
                     calls.append({"id": block.id, "type": "function", "function": function})
                 case ToolResult():
-                    content = (
-                        block.content
-                        if isinstance(block.content, str)
-                        else [{"type": "text", "text": text.text} for text in block.content]
-                    )
+                    content = chat_content(block.content)
                     messages.append(
                         {
                             "role": "tool",
@@ -212,11 +209,7 @@ class CountBody(TranslatedBody):
                 "messages",
             )
         fields: Fields = {"enable_thinking": self.thinking.enabled, **self.passed_on(sent)}
-        system = (
-            self.system
-            if isinstance(self.system, str)
-            else [{"type": "text", "text": text.text} for text in self.system]
-        )
+        system = chat_content(self.system)
         fields["messages"] = [{"role": "system", "content": system}] if system else []
         for message in self.messages:
             fields["messages"] += message.chat()

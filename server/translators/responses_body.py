@@ -12,6 +12,7 @@ from ropewalk.server.translators.base import (
     Lenient,
     TranslatedBody,
     by_type,
+    chat_content,
     refused,
     text_or,
 )
@@ -40,13 +41,6 @@ Content = Annotated[
     | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True), Tag("<list>")],
     text_or("text parts"),
 ]
-
-
-def _plain(content: str | list[TextPart]) -> str | list[Fields]:
-    """As chat's content, which joins its parts."""
-    if isinstance(content, str):
-        return content
-    return [{"type": "text", "text": part.text} for part in content] or ""
 
 
 class Message(Lenient):
@@ -192,9 +186,9 @@ class ResponsesBody(TranslatedBody):
         for item in self.input:
             match item:
                 case Message(role="assistant"):
-                    _turn(messages, "content", "tool_calls")["content"] = _plain(item.content)
+                    _turn(messages, "content", "tool_calls")["content"] = chat_content(item.content)
                 case Message():
-                    messages.append({"role": item.role, "content": _plain(item.content)})
+                    messages.append({"role": item.role, "content": chat_content(item.content)})
                 case Reasoning() if item.text:
                     turn = _turn(messages, "reasoning_content", "content", "tool_calls")
                     turn["reasoning_content"] = item.text
@@ -203,7 +197,7 @@ class ResponsesBody(TranslatedBody):
                     call = {"id": item.call_id, "type": "function", "function": function}
                     _turn(messages).setdefault("tool_calls", []).append(call)
                 case FunctionCallOutput():
-                    output = _plain(item.output)
+                    output = chat_content(item.output)
                     messages.append(
                         {"role": "tool", "tool_call_id": item.call_id, "content": output}
                     )
