@@ -1,11 +1,17 @@
 // The server's public routes.
 
 class ApiError extends Error {
-  // error: the object `error` of the server's answer.
+  // status: 0 where there was no answer. error: the object `error` of the server's answer.
   constructor(status, error) {
     super(error.message);
     Object.assign(this, { status, code: error.code ?? null, param: error.param ?? null });
   }
+}
+
+// What a request throws when there is no answer, or no end of one.
+function unanswered(error) {
+  if (error instanceof TypeError) return new ApiError(0, { message: "the server does not answer; is it still running?" });
+  return error;
 }
 
 const KEY = "ropewalk-key"; // in sessionStorage: for this tab only
@@ -26,7 +32,8 @@ class Server {
 
   // The text of an answer. Throws ApiError. keep: text → what is wanted of it.
   async answer(method, path, body, { signal, keep = (text) => text } = {}) {
-    return keep(await (await this.#fetched(method, path, body, signal)).text());
+    const answer = await this.#fetched(method, path, body, signal);
+    return keep(await answer.text().catch((error) => { throw unanswered(error); }));
   }
 
   // The data of server-sent events: {at: milliseconds of now(), data: text}.
@@ -49,7 +56,8 @@ class Server {
       if (key) headers.authorization = `Bearer ${key}`;
       if (body !== undefined) headers["content-type"] = "application/json";
       const sent = body === undefined ? undefined : JSON.stringify(body);
-      const answer = await fetch(ROOT + path, { method, headers, body: sent, signal, cache: "no-store", redirect: "error" });
+      const answer = await fetch(ROOT + path, { method, headers, body: sent, signal, cache: "no-store", redirect: "error" })
+        .catch((error) => { throw unanswered(error); });
       if (answer.ok) return answer;
       const error = await refusal(answer);
       if (error.status !== 401) throw error;
@@ -113,7 +121,7 @@ async function* dataOf(body) {
   let rest = "";
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch((error) => { throw unanswered(error); });
       if (done) return;
       const parts = (rest + value).split("\n\n");
       rest = parts.pop();

@@ -102,7 +102,7 @@ function drawSequence({ sequence, name, size, shared, chosen, marked, press, fre
     return [
       hole > 0 ? element("li", { class: "hole", "data-tip": `no entries for positions ${bases[i] - hole} to ${bases[i] - 1}`, tabindex: 0 }, `${hole} gone`) : null,
       element("li", { "data-chip": block }, element("button", {
-        type: "button", class: `chip${sharers > 1 ? " shared" : ""}${mark?.rotated ? " rotated" : ""}${mark?.was != null ? " rebased" : ""}`,
+        type: "button", class: `chip${sharers > 1 ? " shared" : ""}${mark?.rotated ? " rotated" : ""}`,
         "data-act": `cache-block-${id}-${i}`, "data-block": block, "data-base": bases[i], "data-tip": told, "aria-label": told,
         "aria-pressed": String(isChosen), disabled: kind !== "kept" ? true : null,
         style: { "--fill": filled / size }, click: (event) => press(id, i, event.shiftKey),

@@ -16,7 +16,7 @@ panels.push({
   mount(root, page) {
     let view = null, chosen = null, operation = "evict_renumber", lit = [], plan = null, marked = new Map();
     let happened = new Map(), told = "", watching = null, onto = null; // onto: a sequence's id, or "" for a fork; null: not chosen yet
-    const kept = new Map(); // id: the sequence as last answered, and the prompt that it was made of
+    const kept = new Map(); // id: the prompt of a sequence that was kept or forked here
     const size = () => view?.entry.block_size ?? 16;
     const names = new Map(); // id: a short name, in the order in which they were first seen
     function nameOf(id) {
@@ -28,25 +28,14 @@ panels.push({
     // The page's names of sequences in place of their ids.
     const renamed = (message) => message.replace(/\bseq-[0-9a-f]+/gi, (id) => nameOf(id.toLowerCase()));
 
-    // One thing at a time: meanwhile no other can be started, and the selection stays as it is.
-    async function alone(work) {
-      if (root.inert) return;
-      const act = document.activeElement?.dataset.act;
-      root.inert = true;
-      try {
-        await page.attempt(() => work().catch((error) => {
-          if (error instanceof ApiError) error.message = renamed(error.message);
-          throw error;
-        }));
-      } finally {
-        root.inert = false;
-        if (act) root.querySelector(`[data-act="${CSS.escape(act)}"]:enabled`)?.focus({ preventScroll: true });
-      }
-    }
+    const alone = (work) => page.alone(root, () => work().catch((error) => {
+      if (error instanceof ApiError) error.message = renamed(error.message);
+      throw error;
+    }));
 
     const facts = element("dl", { class: "ledger" });
     const pool = element("div", { class: "pool-holder" });
-    const readout = element("p", { class: "note readout" });
+    const readout = element("p", { class: "note readout", role: "status" });
     const tables = element("div", { class: "tables" }), running = element("div", { class: "tables" });
     const text = element("textarea", { rows: 3, maxlength: 20000, "data-act": "cache-prompt", "aria-label": "Prompt to keep" });
     text.value = PROMPT;
@@ -201,7 +190,7 @@ panels.push({
         element("div", { class: "row" },
           moves === "onto" ? ontoChooser() : null,
           button(act ? `${title} ${act().count} tokens` : moves === "onto" || operation.startsWith("evict") ? `${title} these ${count} tokens` : title, "cache-do", () => alone(operate), { class: "main", disabled: stuck }),
-          page.models.length > 1 ? button(`The same, with the prompt kept anew, in all ${page.models.length} models`, "cache-all", () => alone(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
+          page.models.length > 1 && kept.get(chosen.id) ? button(`The same, with the prompt kept anew, in all ${page.models.length} models`, "cache-all", () => alone(operateAll), { "data-tip": "Keeps the same prompt in every served model, does the same there, and frees it again" }) : null),
         result);
     }
 
@@ -220,7 +209,7 @@ panels.push({
     async function keep() {
       const prompt = text.value;
       const sequence = await page.api.post("v1/cache/sequences", { model: page.model.id, prompt });
-      kept.set(sequence.id, { ...sequence, prompt });
+      kept.set(sequence.id, prompt);
       fill(lifetime, "Everybody who sees this server's cache sees what is kept, until it is freed or has not been used for ",
         figure(`${format.number(sequence.expires_in / 60)} minutes`, "/v1/cache/sequences: expires_in, right after keeping"), ".");
       const full = Math.floor(sequence.computed_tokens / size());
@@ -250,61 +239,78 @@ panels.push({
       drawActions();
     }
 
-    // Does the chosen operation to a kept sequence of a model; a refusal for the encoding's sake is
-    // an answer, too.
-    async function apply(id, model) {
+    // What is asked now: it stays so while it is done, whatever the stream tells meanwhile.
+    const asked = () => ({ operation, span: span(), onto: onto ?? "" });
+
+    // Does it to a kept sequence: {answer}, or {refused: why}, for the encoding's sake. Where blocks go
+    // onto no sequence that there is, they go onto a fork of the first block, `target`.
+    async function apply(id, { operation, span, onto }) {
       const { span: fields, act, moves } = OPERATIONS[operation];
-      let target = model === page.model.id && id === chosen.id ? onto : "";
-      if (moves === "onto" && !target) {
+      let target = onto;
+      if (moves === "onto" && !onto) {
         const forked = await page.api.post(`v1/cache/sequences/${id}/operations`, { operation: "fork", count: size() });
         target = forked.after.id;
       }
       try {
-        const body = { operation, ...fields(span()), ...act?.(), ...(moves === "onto" ? { onto: target } : {}) };
+        const body = { operation, ...fields(span), ...act?.(), ...(moves === "onto" ? { onto: target } : {}) };
         return { target, answer: await page.api.post(`v1/cache/sequences/${id}/operations`, body) };
       } catch (error) {
+        if (target !== onto) await page.api.remove(`v1/cache/sequences/${target}`);
         if (error.code !== "impossible_operation") throw error;
-        return { target, refused: renamed(whyImpossible(error)) };
+        return { refused: renamed(whyImpossible(error)) };
       }
     }
 
     async function operate() {
-      const { id } = chosen;
+      const { id, first, last } = chosen, wanted = asked();
       if (told) {
         reset();
         await predict();
       }
-      const { answer, refused } = await apply(id, page.model.id);
       const own = encodingOf(plan.data.find((row) => row.own));
+      const { answer, refused } = await apply(id, wanted);
       if (refused) {
         told = refused;
         happened = new Map([[own, "refused: nothing was changed"]]);
         return drawActions();
       }
       const { after } = answer;
-      const origin = originOf(operation, span(), size());
+      if (operation === "fork") kept.set(after.id, kept.get(id));
+      const origin = originOf(operation, wanted.span, size());
       told = outcome(answer, origin);
       happened = new Map([[own, `happened: ${brief(answer)}`]]);
       marked = new Map([[after.id, marks(answer, origin)]]);
       await appeared(after.id, after.blocks);
       drawTables();
       const full = Math.floor((view.sequences.get(id)?.computed_tokens ?? 0) / size());
-      if (operation.startsWith("evict")) chosen = full ? { id, first: Math.min(chosen.first, full - 1), last: Math.min(chosen.last, full - 1) } : null;
+      if (operation.startsWith("evict")) chosen = full ? { id, first: Math.min(first, full - 1), last: Math.min(last, full - 1) } : null;
       drawActions();
     }
 
     async function operateAll() {
       const entries = Object.fromEntries((await page.api.get("v1/cache")).data.map((entry) => [entry.model, entry]));
-      const prompt = kept.get(chosen.id)?.prompt ?? text.value;
-      const found = new Map();
+      const prompt = kept.get(chosen.id), wanted = { ...asked(), onto: "" };
       reset();
       for (const { id: model } of page.models) {
-        const sequence = await page.api.post("v1/cache/sequences", { model, prompt });
-        const { target, answer, refused } = await apply(sequence.id, model);
-        for (const id of new Set([sequence.id, target, answer?.after?.id])) if (id) await page.api.remove(`v1/cache/sequences/${id}`);
-        found.set(encodingOf(entries[model]), refused ? `${model} refused` : `${model}: ${brief(answer)}`);
-        happened = found;
+        const said = await tryIn(model, prompt, wanted), encoding = encodingOf(entries[model]);
+        happened = new Map(happened).set(encoding, [happened.get(encoding), said].filter(Boolean).join("; "));
         drawActions();
+      }
+    }
+
+    // Does it to a prompt that is kept for that alone; in words.
+    async function tryIn(model, prompt, wanted) {
+      const made = [];
+      try {
+        made.push((await page.api.post("v1/cache/sequences", { model, prompt })).id);
+        const { target, answer, refused } = await apply(made[0], wanted);
+        made.push(target, answer?.after?.id);
+        return refused ? `${model} refused` : `${model}: ${brief(answer)}`;
+      } catch (error) {
+        if (!(error instanceof ApiError) || error.status === 0) throw error;
+        return `${model}: ${error.message}`;
+      } finally {
+        for (const id of new Set(made)) if (id) await page.api.remove(`v1/cache/sequences/${id}`).catch(() => {});
       }
     }
 
@@ -314,9 +320,12 @@ panels.push({
         (happened.copied_entries && happened.rewritten_entries && operation !== "move_span" ? ", with copies of shared blocks" : "");
 
     async function watch(signal) {
+      let lost = false;
       while (!signal.aborted) {
         try {
           for await (const { data } of page.api.stream(`v1/cache/stream?model=${encodeURIComponent(page.model.id)}`, undefined, { signal })) {
+            if (lost) page.say("");
+            lost = false;
             const before = view;
             view = followed(view, data);
             drawFacts();
@@ -330,7 +339,9 @@ panels.push({
           }
         } catch (error) {
           if (signal.aborted) return;
-          page.say(error.message, true);
+          page.say(`The view of the cache is not followed: ${error.message}`, true);
+          lost = true;
+          if (!(error instanceof ApiError)) throw error;
         }
         await new Promise((resolve) => setTimeout(resolve, 2000));
       }

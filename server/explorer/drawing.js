@@ -112,8 +112,8 @@ function visible(text) {
   return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ /, "·").replace(/ $/, "·") || "∅";
 }
 
-// Runs what takes a while: `node` says so to screen readers, and `halt`, if given, can be pressed
-// meanwhile. work: gets an AbortSignal, which `halt` aborts.
+// Runs what takes a while: `node` says so to screen readers, and `halt` can be pressed meanwhile.
+// work: gets an AbortSignal, which `halt` aborts, and so does its own end: nothing of it goes on.
 async function busily(node, halt, work) {
   if (node.getAttribute("aria-busy") === "true") return; // one at a time: there is one button to stop it
   const running = new AbortController();
@@ -124,8 +124,10 @@ async function busily(node, halt, work) {
   try {
     return await work(running.signal);
   } finally {
+    stop();
     node.setAttribute("aria-busy", "false");
     halt.removeEventListener("click", stop);
+    if (document.activeElement === halt) node.querySelector("button.main")?.focus(); // what is disabled loses it
     halt.disabled = true;
   }
 }

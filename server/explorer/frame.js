@@ -9,6 +9,7 @@
 //   point(cursor)        moves it
 //   on(name, listener)   "model", "cursor": after a change; returns a function that stops listening
 //   attempt(work)        runs an async function; what it throws becomes the sentence under the tabs
+//   alone(root, work)    the same, and until it has ended nothing else can be done in `root`
 //   say(sentence)        says something there
 //   show(id)             goes to a panel
 // Controls have a name of their own in data-act (button() and select() set it): recordings use it.
@@ -52,8 +53,22 @@ class Page {
       this.say("");
       return await work();
     } catch (error) {
-      if (error.name !== "AbortError") this.say(told(error), true);
-      if (!(error instanceof ApiError || error.name === "AbortError" || error instanceof TypeError)) throw error;
+      if (error.name === "AbortError") return;
+      this.say(told(error), true);
+      if (!(error instanceof ApiError)) throw error;
+    }
+  }
+
+  // Meanwhile the model stays the same, too. The focus comes back to the control of the same name.
+  async alone(root, work) {
+    if (root.inert) return;
+    const act = document.activeElement?.dataset.act, picker = document.getElementById("model");
+    root.inert = picker.disabled = true;
+    try {
+      await this.attempt(work);
+    } finally {
+      root.inert = picker.disabled = false;
+      if (act) root.querySelector(`[data-act="${CSS.escape(act)}"]:enabled`)?.focus({ preventScroll: true });
     }
   }
 
@@ -63,8 +78,8 @@ class Page {
 }
 
 function told(error) {
-  const text = error instanceof TypeError ? "the server does not answer; is it still running?" : error.message;
-  return text[0].toUpperCase() + text.slice(1) + (text.endsWith(".") ? "" : ".");
+  const text = error instanceof ApiError ? error.message : `this page has a fault: ${error.message}`;
+  return text[0].toUpperCase() + text.slice(1) + (/[.?!]$/.test(text) ? "" : ".");
 }
 
 // ------------------------------------------------------------------------------------------ panels
@@ -163,8 +178,11 @@ function askForKey(reason) {
   asking ??= new Promise((resolve) => {
     const input = element("input", { type: "password", id: "key", autocomplete: "off" });
     const done = () => {
-      if (!input.value) return;
-      sessionStorage.setItem(KEY, input.value.trim());
+      const key = input.value.trim();
+      // Other characters cannot be sent in a header.
+      input.setCustomValidity(/^[!-~]+$/.test(key) ? "" : "A key has letters without accents, digits and signs, and no spaces.");
+      if (!input.reportValidity()) return;
+      sessionStorage.setItem(KEY, key);
       dialog.close();
     };
     const dialog = element("dialog", { "aria-labelledby": "key-title" },
@@ -174,6 +192,7 @@ function askForKey(reason) {
       element("p", { class: "note" }, "It is kept in this tab only, until you close it."),
       element("button", { type: "button", click: done }, "Use this key"),
     );
+    input.addEventListener("input", () => input.setCustomValidity(""));
     input.addEventListener("keydown", (event) => event.key === "Enter" && done());
     dialog.addEventListener("cancel", (event) => event.preventDefault());
     dialog.addEventListener("close", () => {
@@ -190,12 +209,18 @@ function askForKey(reason) {
 // Says where a number comes from, when it is pointed at or focused.
 function showTips() {
   const tip = document.getElementById("tip");
+  let described = null;
   const hide = () => {
     tip.hidden = true;
+    described?.removeAttribute("aria-describedby");
+    described = null;
   };
   const show = (event) => {
     const target = event.target.closest?.("[data-tip]");
-    if (!target) return hide();
+    hide();
+    if (!target) return;
+    described = target;
+    described.setAttribute("aria-describedby", "tip");
     fill(tip, target.dataset.tip);
     tip.hidden = false;
     const at = target.getBoundingClientRect();
@@ -231,14 +256,16 @@ async function start() {
   fill(document.getElementById("foot"), showWords(), element("p", {}, "Every number here comes from a public route, and says which. ",
     element("a", { href: `${ROOT}docs` }, "API"), " · ", element("a", { href: `${ROOT}metrics` }, "metrics"), " · ",
     element("a", { href: "?record" }, "record a visit"), " · ", element("a", { href: "?replay" }, "replay one")));
-  showModels(page);
   await page.attempt(async () => {
     const [models, encodings] = await Promise.all([page.api.get("v1/models"), page.api.get("v1/encodings")]);
-    page.models = models.data;
+    // A model's other names are no further models; of one that is not loaded nothing is known.
+    page.models = models.data.filter(({ id, root, status }) => id === root && status.value === "loaded");
     page.encodings = Object.fromEntries(encodings.data.map((each) => [each.name, each]));
+    if (!page.models.length) page.say("No model is loaded; load one with POST /v1/models/load, and try again.", true);
   });
-  fill(document.getElementById("model"), page.models.map((model) => element("option", { value: model.id }, model.id)));
-  page.choose(page.models[0]?.id);
+  if (!page.models.length) return void document.getElementById("panel").append(button("Try again", "again", () => location.reload(), { class: "main" }));
+  showModels(page);
+  page.choose(page.models[0].id);
   if (source.hash) history.replaceState(null, "", source.hash);
   switchPanels(page);
   source.begin?.(bar);

@@ -48,11 +48,11 @@ class Load {
   }
 
   start() {
+    if (!valid(this.concurrent, this.seconds, this.tokens)) return null;
     return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
       const chosen = [...this.models.querySelectorAll("input:checked")].map((box) => box.value);
       if (!chosen.length) return this.page.say("No model is ticked; tick at least one.", true);
-      const bounded = (input, most) => Math.min(Math.max(1, Math.round(Number(input.value)) || 1), most);
-      const [concurrent, seconds, tokens] = [bounded(this.concurrent, LOAD_CONCURRENT), bounded(this.seconds, LOAD_SECONDS), bounded(this.tokens, 256)];
+      const [concurrent, seconds, tokens] = [this.concurrent, this.seconds, this.tokens].map((input) => Number(input.value));
       const rows = chosen.map((id) => new LoadRow(this.page.models.find((model) => model.id === id)));
       fill(this.table, rows.map((row) => row.node));
       for (const row of rows) await row.run(this.page.api, { concurrent, tokens, ms: (1000 * seconds) / rows.length }, signal, () => compare(rows));

@@ -65,12 +65,12 @@
 
   // Each key's score as content plus position: a ring is the content, a dot the score, the stem between
   // them what position added or took.
-  function splitChart(width, { head, query, key, choose }) {
+  function splitChart(width, { head, query, last, key, choose }) {
     const height = 240, left = 44, right = width - 8, top = 26, bottom = height - 38;
-    const seen = [...Array(query + 1).keys()];
+    const seen = [...Array(last + 1).keys()];
     const values = seen.flatMap((each) => [head.scores[each], head.content?.[each] ?? 0]);
     const y = scale([Math.min(0, ...values), Math.max(0, ...values)], [bottom, top]);
-    const x = scale([0, Math.max(1, query)], [right - 8, left + 10], Math.max(2, Math.min(8, width / 80)));
+    const x = scale([query - last, Math.max(1, query)], [right - 8, left + 10], Math.max(2, Math.min(8, width / 80)));
     const drawing = svg("svg", { width, height, class: "chart", role: "img", "aria-label": "Each key's score in this head, split into content and position" },
       axes({ x, y, left, right, top, bottom, xTitle: "tokens back from the query", yTitle: "score before softmax" }),
       svg("line", { x1: x(query - key), x2: x(query - key), y1: top, y2: bottom, class: "guide" }),
@@ -84,7 +84,7 @@
       }));
     drawing.addEventListener("pointermove", (event) => {
       const at = query - Math.round(x.inverse(event.clientX - drawing.getBoundingClientRect().left));
-      if (at >= 0 && at <= query && at !== key) choose(at);
+      if (at >= 0 && at <= last && at !== key) choose(at);
     });
     return drawing;
   }
@@ -101,7 +101,7 @@
 
   // A bias at distances that can be seen.
   function nearby({ distances, heads }, far) {
-    const kept = distances.flatMap((distance, i) => (Math.abs(distance) <= far ? [i] : []));
+    const kept = distances.flatMap((distance, i) => (Math.abs(distance) <= far ? [i] : [])).sort((one, other) => distances[one] - distances[other]);
     return { distances: kept.map((i) => distances[i]), heads: heads.map((values) => kept.map((i) => values[i])) };
   }
 
@@ -125,17 +125,17 @@
     return distances.reduce((best, each, i) => (Math.abs(each - wanted) < Math.abs(distances[best] - wanted) ? i : best), 0);
   }
 
-  // The text as buttons: pointing at one or going there with the arrow keys makes it the key, pressing
+  // last: the last token that the query sees. The text as buttons: pointing at one or going there with the arrow keys makes it the key, pressing
   // it the query. A bar under each is its share of the query's attention.
-  function strip({ tokens, weights, query, key, choose, ask }) {
-    const most = Math.max(...weights.slice(0, query + 1));
+  function strip({ tokens, weights, query, last, key, choose, ask }) {
+    const most = Math.max(...weights.slice(0, last + 1));
     const buttons = tokens.map(({ text }, i) => {
-      const role = i === query ? "query" : i === key ? "key" : i > query ? "unseen" : "";
+      const role = i === query ? "query" : i === key ? "key" : i > last ? "unseen" : "";
       return element("button", {
         type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
         "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${percent(weights[i])} of the query's attention`}`,
-        style: { "--share": i <= query ? weights[i] / most : 0 },
-        pointerenter: () => i < query && i !== key && choose(i), click: () => ask(i),
+        style: { "--share": i <= last ? weights[i] / most : 0 },
+        pointerenter: () => i <= last && i !== query && i !== key && choose(i), click: () => ask(i),
       }, visible(text), role === "query" || role === "key" ? element("small", {}, role) : null);
     });
     return element("div", {
@@ -144,7 +144,9 @@
         const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
         if (!step) return;
         event.preventDefault();
-        choose(Math.max(0, Math.min(query, key + step)), true);
+        const next = Math.max(0, Math.min(tokens.length - 1, buttons.indexOf(document.activeElement) + step));
+        if (next <= last) choose(next, true);
+        else buttons[next].focus();
       },
     }, buttons);
   }
@@ -176,7 +178,7 @@
       const layer = element("input", { type: "number", min: 0, value: 0, "data-act": "position-layer" });
       text.value = TEXT;
       const body = element("div", {});
-      layer.addEventListener("change", () => page.attempt(() => explain(shown?.query)));
+      layer.addEventListener("change", () => page.attempt(() => explain(shown?.query, shown?.text === text.value ? shown.found.tokens.map(({ id }) => id) : null)));
       fill(root,
         element("form", { class: "row", submit: (event) => {
           event.preventDefault();
@@ -191,13 +193,14 @@
       async function explain(query, ids = null) {
         const input = ids ?? text.value, mine = ++asked;
         const wanted = { model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }) };
+        clearTimeout(staying);
         const found = await page.api.post("v1/positions/explain", wanted).catch((error) => {
           if (mine === asked) [shown, body.textContent] = [null, ""]; // what is shown is not of this text
           throw error;
         });
         if (mine !== asked) return;
         const key = shown?.key < found.query && shown.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2);
-        shown = { found, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
+        shown = { found, text: text.value, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
         build();
         stay();
       }
@@ -206,7 +209,7 @@
       async function lookCloser() {
         const { found, query, key } = shown;
         const closer = await page.api.post("v1/positions/explain", { model: found.model, input: found.tokens.map(({ id }) => id), layer: found.layer, query, key });
-        if (shown.found !== found || shown.key !== key) return;
+        if (shown?.found !== found || shown.key !== key) return;
         shown = { ...shown, found: { ...found, key, pairs: closer.pairs } };
         build();
       }
@@ -230,8 +233,9 @@
           const now = { head, content: content?.[key] ?? null, position: position?.[key] ?? null, score: scores[key], weight: weights[key] };
           if (!grown && !moved) return now;
           if (found.kind === "none") return { ...now, weight: null };
-          if (!curve || now.content === null) return { ...now, position: null, score: null, weight: null };
-          const added = curve.heads[i][nearest(curve.distances, distance)];
+          const at = curve?.distances.indexOf(distance) ?? -1;
+          if (at < 0 || now.content === null) return { ...now, position: null, score: null, weight: null };
+          const added = curve.heads[i][at];
           return { ...now, position: added, score: now.content + added, weight: null };
         });
       }
@@ -258,8 +262,9 @@
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
         const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
         const pairs = pairAt(shown, bias, distance);
+        const last = found.causal ? query : found.tokens.length - 1; // that the query sees
         refill(body,
-          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown, pairs)),
           element("div", { class: "tries" },
@@ -277,7 +282,7 @@
               element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
               element("p", { class: "note" }, grown || moved ? "The text as it is, before anything was appended or moved. " : "", found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
             headTable({ pairs, key, head, pick: (i) => change({ head: i }) })));
-        fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
+        fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, last, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
         if (bias) fitted(curve, (width) => biasChart(width, { bias, head, distance }));
       }
 
@@ -302,7 +307,8 @@
         if (!showing) return;
         const { cursor, model } = page;
         if (cursor?.model === model.id) {
-          const ids = cursor.ids.slice(0, MOST_TOKENS), index = Math.min(cursor.index, ids.length - 1);
+          if (cursor.index >= MOST_TOKENS) return page.say(`Token ${format.count(cursor.index)} is past the first ${MOST_TOKENS}, which is as far as this panel looks.`);
+          const ids = cursor.ids.slice(0, MOST_TOKENS), index = cursor.index;
           if (String(ids) === String(shown?.found.tokens.map(({ id }) => id)) && index === shown.query && shown.found.model === model.id) return;
           text.value = cursor.texts.slice(0, MOST_TOKENS).filter((each, i) => i > 0 || !/^<.+>$/.test(each)).join("");
           page.attempt(() => explain(index, ids));

@@ -120,8 +120,7 @@
         for (const [i, lane] of lanes.entries()) {
           if (lane.error) continue;
           const next = await work(lane).catch((error) => {
-            if (!(error instanceof ApiError)) throw error;
-            if (error.status === 403) throw error;
+            if (!(error instanceof ApiError) || [0, 403].includes(error.status)) throw error;
             return { error: told(error) };
           });
           lanes = lanes.with(i, { ...lane, ...next });
@@ -164,28 +163,29 @@
 
       function showAppended() {
         const press = [["Keep a prompt", keep], [`Append ${APPENDED} tokens`, append], ["Compare the checksums", compare]];
-        refill(steps, press.map(([text, work], i) => button(`${i + 1}  ${text}`, `proof-${i + 1}`, () => page.attempt(work), {
-          class: i === step % 3 ? "main" : null, disabled: i > step || (step === 3 && i > 0) ? true : null, "aria-current": i === step ? "step" : null,
+        refill(steps, press.map(([text, work], i) => button(`${i + 1}  ${text}`, `proof-${i + 1}`, () => page.alone(root, work), {
+          class: i === step % 3 ? "main" : null, disabled: i > 0 && i !== step, "aria-current": i === step ? "step" : null,
         })));
         fill(appended, lanes.map(lane));
-        const counts = lanes.filter(({ blocks }) => blocks).map(({ blocks }) => tally(blocks));
+        const counts = lanes.filter(({ later }) => later).map(({ blocks }) => tally(blocks));
         const [equal, all] = [counts.reduce((sum, each) => sum + each.equal, 0), counts.reduce((sum, each) => sum + each.all, 0)];
-        fill(result, step < 3 ? "" : equal === all
+        fill(result, step < 3 ? "" : all === 0 ? "In no model could it be tried." : equal === all
           ? `${all} of ${all} earlier blocks equal${counts.length > 1 ? `, under ${counts.length} encodings` : ""}: appending ${APPENDED} tokens changed none of them.`
           : `${all - equal} of ${all} earlier blocks have changed. That must not happen: see the server's log.`);
-        fill(moves, button("Drop 32 tokens from the middle and close the gap", "proof-move", () => page.attempt(move), { class: step === 3 ? "main" : null, disabled: step < 3 ? true : null }),
+        fill(moves, button("Drop two blocks from the middle and close the gap", "proof-move", () => page.alone(root, move), { class: step === 3 ? "main" : null, disabled: step < 3 ? true : null }),
           step < 3 ? element("span", { class: "note" }, "after the third click above") : null,
           page.models.length === 1 ? element("span", { class: "note" }, "“ropewalk serve family” shows six encodings side by side.") : null);
       }
 
       // The same prompt again, kept and then shifted: a sequence that had tokens appended holds more.
       async function move() {
-        const first = 2 * lanes[0].size, count = 2 * lanes[0].size;
         const found = [];
         for (const { model, encoding, size } of lanes) {
-          const kept = await page.api.post("v1/cache/sequences", { model, prompt: TEXT });
-          const blocks = blocksOf(kept, size);
+          let kept = null;
           try {
+            kept = await page.api.post("v1/cache/sequences", { model, prompt: TEXT });
+            const blocks = blocksOf(kept, size), first = Math.min(2, blocks.length - 3) * size, count = 2 * size;
+            if (first < 0) throw new ApiError(400, { message: `in blocks of ${size} tokens the prompt has too few to drop two` });
             const done = await page.api.post(`v1/cache/sequences/${kept.id}/operations`, { operation: "evict_renumber", first, count });
             const after = compared(blocks, done.after, first / size, count / size), { changed, all } = tally(after);
             const keys = done.happened.rewritten_entries;
@@ -193,10 +193,11 @@
               ? `${changed} of ${all} blocks that stayed have changed: ${many(keys, "key")} rotated and written again${kept.tokens % size ? ", those of the last block, which is not full and has no checksum, among them" : ""}.`
               : `All ${all} blocks that stayed are equal: only the list of blocks has changed.` });
           } catch (error) {
-            if (!(error instanceof ApiError)) throw error;
-            found.push({ model, encoding, refused: true, error: whyImpossible(error) });
+            if (!(error instanceof ApiError) || error.status === 0) throw error;
+            const refused = error.code === "impossible_operation";
+            found.push({ model, encoding, refused, error: refused ? whyImpossible(error) : told(error) });
           } finally {
-            await page.api.remove(`v1/cache/sequences/${kept.id}`);
+            if (kept) await page.api.remove(`v1/cache/sequences/${kept.id}`);
           }
           fill(moved, found.map(lane));
         }
@@ -228,13 +229,16 @@
       async function counterExample() {
         await listArms();
         const found = [];
-        for (const arm of new Set([arms.value, "own"])) {
-          fill(counted, found.map(lane), element("p", { class: "note" }, `Appending under ${arm}, in float64 …`));
-          const audit = await page.api.post("v1/positions/audit", { model: armsOf, arm, prompt: TEXT, append: APPENDED });
-          const blocks = audit.blocks.map(({ first, tokens, before, after }) => ({ first, last: first + tokens - 1, before, after }));
-          found.push({ model: armsOf, encoding: arm === "own" ? "as it is served" : arm, blocks, arm, wrong: audit.steps.at(-1).stale > 0, said: auditSaid(audit) });
+        try {
+          for (const arm of new Set([arms.value, "own"])) {
+            fill(counted, found.map(lane), element("p", { class: "note" }, `Appending under ${arm}, in float64 …`));
+            const audit = await page.api.post("v1/positions/audit", { model: armsOf, arm, prompt: TEXT, append: APPENDED });
+            const blocks = audit.blocks.map(({ first, tokens, before, after }) => ({ first, last: first + tokens - 1, before, after }));
+            found.push({ model: armsOf, encoding: arm === "own" ? "as it is served" : arm, blocks, arm, wrong: audit.steps.at(-1).stale > 0, said: auditSaid(audit) });
+          }
+        } finally {
+          fill(counted, found.map(lane));
         }
-        fill(counted, found.map(lane));
       }
 
       async function clear() {
@@ -261,7 +265,7 @@
           "frequencies follow the length of the text. Then every step past the trained length makes earlier keys wrong. A server must " +
           "rotate all of them again, or answer with wrong ones; no model is served that way here, so this runs beside the server, in float64.",
         ], counter, armNote, counted));
-      fill(counter, field("Append under", arms), button(`Append ${APPENDED} tokens`, "proof-counter", () => page.attempt(counterExample), { class: "main" }));
+      fill(counter, field("Append under", arms), button(`Append ${APPENDED} tokens`, "proof-counter", () => page.alone(root, counterExample), { class: "main" }));
       showAppended();
       this.shown = () => page.attempt(listArms);
     },

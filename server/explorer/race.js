@@ -40,9 +40,9 @@ class Race {
       const box = element("input", { type: "checkbox", value: id, checked: index < RACE_LANES, "data-act": `race-lane-${id}` });
       return element("label", {}, box, id);
     }));
-    const limit = page.models[0]?.trained_context ?? page.models[0]?.max_model_len;
+    const [{ trained_context: trained, max_model_len: served }] = page.models, limit = Math.min(trained ?? served, served);
     this.go = button("Race", "race-go", () => this.race(false), { class: "main" });
-    this.past = button(`Go past ${limit ?? "the trained length"}`, "race-past", () => this.race(true));
+    this.past = button(`Go past ${format.count(limit)}`, "race-past", () => this.race(true));
     this.halt = button("Stop", "race-stop", () => {}, { disabled: true });
     this.verdict = element("p", { class: "race-verdict", "aria-live": "polite" });
     this.lanes = element("div", { class: "race-lanes" });
@@ -61,22 +61,32 @@ class Race {
     fill(this.lanes);
     fill(this.verdict);
     return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
-      const { api, models } = this.page;
+      const { models } = this.page;
       const chosen = [...this.models.querySelectorAll("input:checked")].slice(0, RACE_LANES).map((box) => box.value);
       if (!chosen.length) return this.page.say("No lane is ticked; tick at least one.", true);
       const lanes = chosen.map((id) => new Lane(models.find((model) => model.id === id), past));
       fill(this.lanes, lanes.map((lane) => lane.node));
       if (past) fill(this.verdict, "Reading the beginning of Moby-Dick first, in place of the prompt, up to the limit…");
-      const settings = { temperature: Number(this.temperature.value), seed: Number(this.seed.value) };
-      const before = await api.metrics(RACE_METRICS, { signal });
-      await Promise.all(lanes.map((lane) => lane.attempt(() => lane.prepare(api, this.prompt.value, Number(this.tokens.value), signal))));
-      scaleLanes(lanes);
-      await Promise.all(lanes.map((lane) => lane.attempt(() => lane.run(api, settings, signal))));
-      const grown = growth(before, await api.metrics(RACE_METRICS, { signal }));
-      for (const lane of lanes) lane.settle(grown);
-      scaleLanes(lanes);
-      fill(this.verdict, past ? pastVerdict(lanes) : usualVerdict(lanes));
+      try {
+        await this.run(lanes, past, signal);
+      } catch (error) {
+        fill(this.verdict);
+        throw error;
+      }
     }));
+  }
+
+  async run(lanes, past, signal) {
+    const { api } = this.page;
+    const settings = { temperature: Number(this.temperature.value), seed: Number(this.seed.value) };
+    const before = await api.metrics(RACE_METRICS, { signal });
+    await Promise.all(lanes.map((lane) => lane.attempt(() => lane.prepare(api, this.prompt.value, Number(this.tokens.value), signal))));
+    scaleLanes(lanes);
+    await Promise.all(lanes.map((lane) => lane.attempt(() => lane.run(api, settings, signal))));
+    const grown = growth(before, await api.metrics(RACE_METRICS, { signal }));
+    for (const lane of lanes) lane.settle(grown);
+    scaleLanes(lanes);
+    fill(this.verdict, past ? pastVerdict(lanes) : usualVerdict(lanes));
   }
 }
 
@@ -126,7 +136,7 @@ class Lane {
     try {
       await work();
     } catch (error) {
-      if (!(error instanceof ApiError)) {
+      if (!(error instanceof ApiError) || error.status === 0) {
         if (!this.count) this.skip("stopped", "Nothing came.");
         throw error;
       }

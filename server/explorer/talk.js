@@ -142,7 +142,7 @@ class Talk {
     const cached = run.usage?.prompt_tokens_details?.cached_tokens ?? null;
     for (const cell of run.node.cells.children) cell.classList.toggle("shared", Number(cell.dataset.index) < (cached ?? 0));
     fill(run.node.facts,
-      figure(`${run.tokens.length} tokens`, "counted from the token_ids of the stream of /v1/completions"), " came, the first after ",
+      figure(many(run.tokens.length, "token"), "counted from the token_ids of the stream of /v1/completions"), " came, the first after ",
       figure(run.tokens.length ? format.seconds(run.tokens[0].ms / 1000) : "–", "measured by this page, from sending the request"),
       ", the others ", figure(middle === undefined ? "–" : format.seconds(middle / 1000), "median time between two tokens, measured by this page"), " apart",
       ...(cached ? [". ", figure(`${cached} of ${run.usage.prompt_tokens} tokens sent`, "/v1/completions: usage.prompt_tokens_details.cached_tokens"), " were in the cache already (shaded): nothing of them was computed again"] : []),
@@ -187,7 +187,7 @@ class Talk {
       element("p", {}, button("Continue from here", "talk-continue", () => this.onward(), { class: "main" })),
       element("p", { class: "note" }, "A run that continues shares the blocks before this token and computes only what is new: earlier keys do not depend on later tokens."),
     ];
-    fill(this.detail, shown);
+    refill(this.detail, shown);
   }
 
   onward() {
@@ -195,16 +195,18 @@ class Talk {
     return this.attempt((signal) => this.write(run.model, run.ids.slice(0, index + 1), run.texts.slice(0, index + 1), run, signal));
   }
 
-  // The alternatives come as text; the same question again, with ids for names, says which they are.
+  // The alternatives come as text; the same question again, with ids for names, says which has that
+  // probability.
   take(rank) {
-    const { run, index } = this.chosen;
+    const { run, index } = this.chosen, came = run.tokens[index - run.sent], [text, logprob] = came.alternatives[rank];
     return this.attempt(async (signal) => {
       const before = run.ids.slice(0, index);
+      const go = (id) => this.write(run.model, [...before, id], [...run.texts.slice(0, index), text], run, signal);
+      if (text === came.text) return go(came.id);
       const found = await this.page.api.post("v1/completions", { model: run.model, prompt: before, max_tokens: 1, temperature: 0, logprobs: TALK_ALTERNATIVES, return_tokens_as_token_ids: true }, { signal });
-      const named = Object.entries(found.choices[0].logprobs.top_logprobs[0]).sort((one, other) => other[1] - one[1]);
-      const id = Number(named[rank][0].split(":")[1]);
-      const text = run.tokens[index - run.sent].alternatives[rank][0];
-      await this.write(run.model, [...before, id], [...run.texts.slice(0, index), text], run, signal);
+      const apart = ([, other]) => Math.abs(other - logprob);
+      const [[name]] = Object.entries(found.choices[0].logprobs.top_logprobs[0]).sort((one, other) => apart(one) - apart(other));
+      return go(Number(name.split(":")[1]));
     });
   }
 }

@@ -18,7 +18,6 @@ class Recorder {
     Object.assign(this, { source, acts: [], calls: [], began: source.now(), first: location.hash });
     document.addEventListener("click", (event) => this.#pressed(event), true);
     document.addEventListener("change", (event) => this.#set(event), true);
-    document.addEventListener("input", (event) => event.target.type === "range" && this.#set(event), true);
   }
 
   now() {
@@ -97,8 +96,6 @@ class Recorder {
   #set({ target }) {
     if (!target.dataset?.act) return;
     const value = target.type === "checkbox" || target.type === "radio" ? target.checked : target.value;
-    const last = this.acts.at(-1);
-    if (last?.act === target.dataset.act && last.value === value) return; // a range's input, then its change
     this.acts.push({ at: this.#since(0), act: target.dataset.act, value });
   }
 }
@@ -167,20 +164,25 @@ const isNode = (value) => typeof value === "object" && value !== null;
 // The visit that is to be replayed; null: none is. It is in the page, or at ?replay=FILE beside the
 // page, or is asked for.
 async function visitToReplay(bar) {
+  const checked = (text) => {
+    const visit = parsed(text);
+    return visit?.version === VISIT ? visit : null;
+  };
   const inside = document.getElementById("recording");
-  if (inside !== null) return JSON.parse(inside.textContent);
+  if (inside !== null) return checked(inside.textContent);
   const wanted = new URLSearchParams(location.search).get("replay");
   if (wanted === null && location.protocol !== "file:") return null;
   if (wanted) {
     const url = new URL(wanted, location.href);
-    if (url.origin === location.origin) return (await fetch(url)).json();
+    const visit = url.origin === location.origin ? checked(await (await fetch(url)).text().catch(() => "")) : null;
+    if (visit !== null) return visit;
   }
   const input = element("input", { type: "file", accept: ".json,application/json", "aria-label": "A recorded visit" });
   fill(bar, element("p", { class: "visit-bar" }, "Choose a recorded visit: ", input, leaveReplay()));
   for (;;) {
     await new Promise((resolve) => input.addEventListener("change", resolve, { once: true }));
-    const visit = await input.files[0].text().then(JSON.parse).catch(() => null);
-    if (visit?.version === VISIT) return visit;
+    const visit = checked(await input.files[0]?.text());
+    if (visit !== null) return visit;
     fill(bar, element("p", { class: "visit-bar" }, "This file is not a visit of this version. Choose another: ", input, leaveReplay()));
   }
 }

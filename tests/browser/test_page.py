@@ -127,7 +127,7 @@ def test_what_was_not_answered_is_no_run(family, opened):
     page.route("**/v1/completions", lambda route: route.fulfill(body=token_event("so", 7)))
     press(page, "talk-go")
     facts = page.locator(".talk-run .note").first
-    expect(facts).to_contain_text("1 tokens came")
+    expect(facts).to_contain_text("1 token came")
     expect(facts).to_contain_text("and then the stream ended before its time.")
     page.unroute("**/v1/completions")
     press(page, "talk-go")

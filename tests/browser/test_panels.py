@@ -186,9 +186,12 @@ def test_scores_are_split_as_the_api_says(panel, family):
 
 def test_a_key_is_moved_as_if_text_lay_between(panel, family):
     page = panel("position")
-    page.wait_for_selector(".word")
+    page.wait_for_selector(".clock[data-pair]")
     page.hover('[data-act="position-token-8"]')
-    page.wait_for_selector(".chart[data-at]")
+    page.wait_for_selector('.word.key[data-index="8"]')
+    page.wait_for_selector(
+        ".clock[data-adds]"
+    )  # what each pair adds for this key, which comes later
     press(page, *["position-move"] * 3)
     shown = page.eval_on_selector_all(
         "tr[data-head] [data-number]", "nodes => nodes.map(node => node.textContent)"
