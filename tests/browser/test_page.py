@@ -136,6 +136,39 @@ def test_what_was_not_answered_is_no_run(family, opened):
     assert act(page, "talk-form").locator("option[value=chat]").is_disabled()  # no template
 
 
+def test_an_unlikely_token_is_replaced_by_what_is_shown(family, opened):
+    page = opened(f"{family}/#talk")
+    act(page, "talk-temperature").fill("2")
+    press(page, "talk-go")
+    sent = page.locator(".cell.sent").count()
+    for index in range(sent, sent + 40):
+        act(page, f"talk-cell-1-{index}").click()
+        if page.locator(".talk-others tr").count() == 6:  # it came, but is not among the five
+            break
+    for rank, run in ((5, 2), (3, 3)):
+        act(page, f"talk-cell-1-{index}").click()
+        chosen = act(page, f"talk-take-{rank}").inner_text()
+        press(page, f"talk-take-{rank}")
+        assert cells(page, run)[index] == chosen
+
+
+def test_a_load_that_is_refused_stops_as_a_whole(family, opened):
+    page, asked = opened(f"{family}/#load"), []
+
+    def answer(route):
+        asked.append(route)
+        error = json.dumps({"error": {"message": "Full.", "code": "x"}})
+        route.fulfill(status=429, body=error) if len(asked) == 6 else route.continue_()
+
+    page.route("**/v1/completions", answer)
+    act(page, "load-go").click()
+    expect(page.locator("#status.error")).to_have_text("Full.")
+    before = len(asked)
+    page.wait_for_timeout(1000)
+    assert len(asked) == before
+    expect(act(page, "load-go")).to_be_focused()
+
+
 def test_a_race_without_an_answer_concludes_nothing(family, opened):
     page = opened(f"{family}/#race")
     act(page, "race-prompt").fill("down to the river " * 300)
@@ -216,14 +249,18 @@ def test_load_counts_what_the_server_counts(family, opened):
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab_below_a_root_path(opened):
-    flags = ("ropewalk-t5", "--api-key", KEY, "--root-path", "/llm")
+    names = ("--served-model-name", "one", "--served-model-name", "two")
+    flags = ("ropewalk-t5", "--api-key", KEY, "--root-path", "/llm", *names)
     with serving(*flags) as address:
         page = opened(f"{address}/llm")
         for key, reason in (("wrong", "is missing"), (KEY, "is not valid")):
             expect(page.locator("dialog")).to_contain_text(reason)
+            page.fill("#key", "clé")  # no header can hold it
+            page.keyboard.press("Enter")
             page.fill("#key", key)
             page.keyboard.press("Enter")
         expect(page.locator("dialog")).to_have_count(0)
+        expect(page.locator("#model option")).to_have_text(["one"])  # "two" is the same model
         page.goto(f"{address}/llm/?record#talk")  # a proxy may publish both
         press(page, "talk-go")
         expect(act(page, "talk-cell-1-20")).to_be_visible()

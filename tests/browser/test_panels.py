@@ -25,7 +25,9 @@ def kept(family, model):
 
 def test_appending_changes_no_checksum_and_moving_only_those_of_rope(panel, family):
     page = panel("proof")
-    press(page, "proof-1", "proof-2", "proof-3", "proof-move")
+    press(page, "proof-1", "proof-2")
+    page.wait_for_selector('[data-act="proof-2"]:disabled')  # or more than 100 would be appended
+    press(page, "proof-3", "proof-move")
     moved = ".experiment:nth-of-type(2) [data-model='ropewalk-{}']"
     page.wait_for_selector(".experiment:nth-of-type(2) [data-model]:nth-of-type(6)")
     for encoding in ("alibi", "learned", "nope", "rope", "sinusoidal", "t5"):
@@ -153,12 +155,16 @@ def test_blocks_move_onto_the_chosen_sequence(panel, family):
     assert now[forked] == [*bases[forked], 64, 80]
 
 
-def test_learned_refuses_to_move_and_says_why(panel):
+def test_learned_refuses_to_move_and_says_why(panel, family):
     page = panel("cache", "learned")
     press(page, "cache-keep", "cache-evict_renumber", "cache-do")
     page.wait_for_selector("#panel-cache .told:not(:empty)")
     assert page.text_content("#panel-cache .told") == f"Impossible: {REASON}."
     assert REASON in page.text_content("tr.own .verdict")
+    before = len(kept(family, "ropewalk-learned"))
+    press(page, "cache-move_span", "cache-do")
+    page.wait_for_selector("#panel-cache .told:text('Impossible')")
+    assert len(kept(family, "ropewalk-learned")) == before  # no fork of it is left
 
 
 def test_scores_are_split_as_the_api_says(panel, family):
