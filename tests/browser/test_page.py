@@ -150,6 +150,10 @@ def test_an_unlikely_token_is_replaced_by_what_is_shown(family, opened):
         chosen = act(page, f"talk-take-{rank}").inner_text()
         press(page, f"talk-take-{rank}")
         assert cells(page, run)[index] == chosen
+        act(page, f"talk-cell-{run}-{index}").click()
+        sent_id = int(page.locator(".talk-detail dd").first.inner_text())
+        text = ask(family, "detokenize", model=page.input_value("#model"), tokens=[sent_id])
+        assert text["prompt"].strip() == chosen.strip("·")
 
 
 def test_a_load_that_is_refused_stops_as_a_whole(family, opened):
