@@ -420,8 +420,8 @@ class AsyncEngine:
             return question.put(engine)
         except ServeError as error:
             return error
-        except Exception:
-            if question.changes:  # half done, it may have left a cache that contradicts itself
+        except Exception:  # of any kind: a look that fails must not end the thread
+            if question.changes:  # but half a change may have left a cache that contradicts itself
                 raise
             log.exception("a question about a cache could not be answered")
             return RequestFailed("The cache could not be inspected.")

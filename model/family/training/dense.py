@@ -139,7 +139,7 @@ def refreeze(decoder: TorchExecutor) -> None:
     """Recompute what the encoding derives from its parameters, so that gradients reach these.
 
     Tensors left by the previous pass belong to its graph: they are detached first, so that
-    `freeze` may write into them.
+    `freeze` may write into them. Others take their places, as views cannot be detached in place.
     """
     for module in decoder.program.encoding.modules():
         if isinstance(module, PositionalEncoding):
