@@ -4,8 +4,9 @@
 
 Starts a server of one model and measures its capacity, by half as many clients again as it answers
 at once; then requests arrive at random, at a multiple of that rate. Each round measures both,
-because a machine's speed drifts. Where client and server share cores, the client's processor time
-is taken off: rates are per second of what the client left of the machine.
+because a machine's speed drifts. The client keeps to the last core, which the server's steps leave
+to it and to the event loop, and its processor time is taken off: rates are per second of what it
+left of the machine.
 """
 
 import argparse
@@ -133,6 +134,7 @@ def summary(rounds: Sequence[Round], limit: float) -> list[str]:
 
 async def _measure(args: argparse.Namespace, server: Server, started: ServerProcess) -> list[Round]:
     await started.answers(server)
+    _keep_to_the_last_core()
     (model,) = (await get_json(server, "/v1/models"))["data"]
     rounds = []
     for number in range(args.rounds):
@@ -157,6 +159,12 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
         print(f"round {number + 1} of {args.rounds}", *summary(rounds[-1:], args.max_queue_time),
               sep="\n  ", file=sys.stderr)  # fmt: skip
     return rounds
+
+
+def _keep_to_the_last_core() -> None:
+    """Linux wakes a client beside the server's steps as often as not, and they wait for it."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 async def _phase(server: Server, pid: int, plan: Plan, profile: Profile) -> Phase:
@@ -203,7 +211,7 @@ def _spent(stat: str) -> float:
 def _command(args: argparse.Namespace, server: Server) -> list[str]:
     words = [*PROGRAM, args.model, "--host", server.host, "--port", str(server.port)]
     words += ["--max-seqs", str(args.max_seqs), "--max-queue-time", str(args.max_queue_time)]
-    words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
+    words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the last is the client's
     return [*words, "--no-access-log", "--log-level", "warning"]
 
 
