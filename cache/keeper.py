@@ -48,8 +48,8 @@ class Place(Protocol):
     @property
     def moves(self) -> Moves: ...
 
-    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> list[bool]:
-        """Copy blocks into slots; which of them were sound."""
+    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy blocks into slots."""
         ...
 
     def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
@@ -283,12 +283,9 @@ class Keeper:
             return
         self._moves -= len(contents)
         blocks = [kept.block for kept in contents]
-        sound = self._place.put(blocks, [kept.slot for kept in contents])
-        for kept, good in zip(contents, sound, strict=True):
+        self._place.put(blocks, [kept.slot for kept in contents])
+        for kept in contents:
             self._unsaved.pop(kept.block, None)
-            if not good:
-                self._slots.release(kept)
-                continue
             kept.stored = True
             if not kept.wanted:
                 self._slots.spare(kept)

@@ -182,9 +182,16 @@ class Ledger:
                 filled.pop(event.block, None)
             elif event.block not in void and event.block not in filled:
                 touched.setdefault(event.block, []).append(event)
-        self._verify(touched)
+        sealed = [block for block in touched if block in self._sealed]
+        summed = [*sealed, *filled]
+        if not summed:
+            self.forget(void)
+            return
+        # At once, since starting takes about as long as one block.
+        sums = self._checksums.of(summed)
+        self._compare({block: touched[block] for block in sealed}, sums[: len(sealed)])
         self.forget(void)
-        self.seal(filled)
+        self._seal(list(filled), sums[len(sealed) :])
 
     def sample(self) -> None:
         """Verify the least recently seen sealed blocks: one per call on average, in batches.
@@ -204,26 +211,26 @@ class Ledger:
 
         A faulty block loses its seal, so that `drain` reports it once.
         """
-        self._verify(dict.fromkeys(blocks, ()), () if seq is None else (seq,))
+        sealed = [block for block in dict.fromkeys(blocks) if block in self._sealed]
+        if sealed:
+            sequences = () if seq is None else (seq,)
+            self._compare(dict.fromkeys(sealed, ()), self._checksums.of(sealed), sequences)
 
     def no_sums(self, count: int) -> Tensor:
         """Where the sums of so many blocks can be kept outside."""
         return torch.zeros(count, *self._seals.shape[1:], dtype=torch.int64, device=self._device)
 
-    def leaving(self, blocks: Sequence[int]) -> tuple[Tensor, list[bool], list[bool]]:
-        """Verify blocks that are about to be copied elsewhere, full or not.
+    def leaving(self, blocks: Sequence[int]) -> tuple[Tensor, list[bool]]:
+        """The sums of blocks that are about to be copied elsewhere, and whether each is sealed.
 
-        Returns their sums, whether each is sealed, and whether it is still what it was.
+        A seal says what its block should hold, so a copy of anything else will not pass `arrived`.
         """
         sealed = [block in self._sealed for block in blocks]
-        if self.mode is Audit.OFF:
-            return self.no_sums(len(blocks)), sealed, [True] * len(blocks)
-        sums = self._checksums.of(blocks)
-        faulty: set[int] = set()
-        if any(sealed):
-            known = dict.fromkeys(compress(blocks, sealed), ())
-            faulty = self._compare(known, sums[self._where(sealed)])
-        return sums, sealed, [block not in faulty for block in blocks]
+        sums = self._seals[tensor_on(self._device, blocks)]
+        others = [block for block in blocks if block not in self._sealed]
+        if others and self.mode is not Audit.OFF:
+            sums[self._where([not each for each in sealed])] = self._checksums.of(others)
+        return sums, sealed
 
     def arrived(self, blocks: Sequence[int], sums: Tensor, full: Sequence[bool]) -> list[bool]:
         """Verify blocks that were copied back, and seal those that are full and intact.
@@ -249,11 +256,8 @@ class Ledger:
     def seal(self, blocks: Iterable[int]) -> None:
         """Take the present bytes of `blocks` as correct, whatever was known of them before."""
         chosen = list(dict.fromkeys(blocks))
-        if self.mode is Audit.OFF or not chosen:
-            return
-        self._seals[tensor_on(self._device, chosen)] = self._checksums.of(chosen)
-        self._seen(chosen)
-        self._counts += LedgerCounts(sealed=len(chosen))
+        if self.mode is not Audit.OFF and chosen:
+            self._seal(chosen, self._checksums.of(chosen))
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Drop the seals of `blocks`, which are to be overwritten or are out of use."""
@@ -272,23 +276,25 @@ class Ledger:
         counts, self._counts = self._counts, _NOTHING
         return counts
 
-    def _verify(
-        self, touched: Mapping[int, Sequence[BlockEvent]], sequences: tuple[str, ...] = ()
-    ) -> None:
-        """`touched` maps blocks to the events that call for their verification."""
-        blocks = [block for block in touched if block in self._sealed]
+    def _seal(self, blocks: Sequence[int], sums: Tensor) -> None:
         if blocks:
-            known = {block: touched[block] for block in blocks}
-            self._compare(known, self._checksums.of(blocks), sequences)
+            self._seals[tensor_on(self._device, blocks)] = sums
+            self._seen(blocks)
+            self._counts += LedgerCounts(sealed=len(blocks))
 
     def _compare(
         self,
         touched: Mapping[int, Sequence[BlockEvent]],
         sums: Tensor,
         sequences: tuple[str, ...] = (),
-    ) -> set[int]:
-        """Compare the sums of sealed blocks with their seals; returns the blocks that changed."""
+    ) -> None:
+        """Compare the sums of sealed blocks with their seals.
+
+        `touched` maps the blocks to the events that call for their verification.
+        """
         blocks = list(touched)
+        if not blocks:
+            return
         changed = sums != self._seals[tensor_on(self._device, blocks)]
         self._seen(blocks)
         # Only one bool is copied to the host, unless something is wrong.
@@ -301,7 +307,6 @@ class Ledger:
         self.forget(fault.block for fault in faults)
         mutated = self._entries * sum(len(fault.places) for fault in faults)
         self._counts += LedgerCounts(0, len(blocks), mutated, tuple(faults))
-        return {fault.block for fault in faults}
 
     def _seen(self, blocks: Iterable[int]) -> None:
         for block in blocks:

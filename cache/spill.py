@@ -44,9 +44,9 @@ class HostMemory:
         self._seals = ledger.no_sums(slots)
         self._full: set[int] = set()  # slots whose block was sealed
 
-    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> list[bool]:
-        """Copy blocks into slots; which of them were sound."""
-        sums, sealed, sound = self._ledger.leaving(blocks)
+    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy blocks into slots."""
+        sums, sealed = self._ledger.leaving(blocks)
         rows = [slot - 1 for slot in slots]
         self._seals[tensor_on(self._seals.device, rows)] = sums
         for block, row, full in zip(blocks, rows, sealed, strict=True):
@@ -54,7 +54,6 @@ class HostMemory:
             for part, kept in zip(self._whole, self._parts, strict=True):
                 kept[row].copy_(part[:, block], non_blocking=True)
         self.moves += Moves(out=len(blocks))
-        return sound
 
     def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
         """Copy slots into blocks; which of them are what was put there."""
@@ -67,6 +66,6 @@ class HostMemory:
         intact = self._ledger.arrived(blocks, seals, full)
         changed = intact.count(False)
         if changed:
-            log.error("%d blocks changed while they were out of the cache", changed)
+            log.error("%d blocks changed before they came back to the cache", changed)
         self.moves += Moves(back=len(blocks) - changed, changed=changed)
         return intact

@@ -76,13 +76,12 @@ class Shelf:
         self.moved = False  # in this step
         self.changed: set[int] = set()  # slots
 
-    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> list[bool]:
+    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         for block, slot in zip(blocks, slots, strict=True):
             assert 0 < slot <= self.slots
             self.kept[slot] = self.world.slots[self.span(block)]
             self.changed.discard(slot)
         self.moves += Moves(out=len(blocks))
-        return [True] * len(blocks)
 
     def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
         self.moved = True
