@@ -155,7 +155,7 @@ def _pack(spans: Sequence[_Span], outputs: Sequence[int], block_size: int) -> Fo
     entry = request * width + block
     positions[:] = bases[entry] + offsets
     slots[:] = blocks[entry] * block_size + offsets
-    parts = torch.split(torch.from_numpy(host), sizes)
+    parts = torch.from_numpy(host).split_with_sizes(sizes)
     return ForwardBatch(
         tokens=parts[0],
         positions=parts[1],
