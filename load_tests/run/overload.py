@@ -12,6 +12,7 @@ left of the machine.
 import argparse
 import asyncio
 import os
+import random
 import sys
 import tempfile
 import time
@@ -139,12 +140,15 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
     rounds = []
     for number in range(args.rounds):
         prompts = PromptMaker(f"overload/{number}", "ids", model["vocab_size"])
+        sizes = random.Random(number)
 
-        async def load(requests: int, profile: Profile, prompts: PromptMaker = prompts) -> Phase:
-            plan = [
-                Request(prompts.prompt(args.prompt_tokens), args.prompt_tokens, args.output_tokens)
-                for _ in range(requests)
-            ]
+        async def load(
+            requests: int,
+            profile: Profile,
+            prompts: PromptMaker = prompts,
+            sizes: random.Random = sizes,
+        ) -> Phase:
+            plan = [_request(prompts, args, sizes) for _ in range(requests)]
             return await _phase(server, started.popen.pid, Plan(tuple(plan), None), profile)
 
         together = Profile("closed", concurrency=args.max_seqs + args.max_seqs // 2)
@@ -165,6 +169,19 @@ def _keep_to_the_last_core() -> None:
     """Linux wakes a client beside the server's steps as often as not, and they wait for it."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
+def _request(prompts: PromptMaker, args: argparse.Namespace, sizes: random.Random) -> Request:
+    """Of half to one and a half times the tokens asked for.
+
+    Requests of one size that follow one another begin and end in step, and their prompts share
+    passes: no traffic is like that, and a server seems to answer a tenth more than it can.
+    """
+    prompt_tokens, output_tokens = (
+        sizes.randint((size + 1) // 2, size * 3 // 2)
+        for size in (args.prompt_tokens, args.output_tokens)
+    )
+    return Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
 
 
 async def _phase(server: Server, pid: int, plan: Plan, profile: Profile) -> Phase:
@@ -229,8 +246,8 @@ def _parser() -> argparse.ArgumentParser:
     add(options, "--factor X", float, 2.0, "of the capacity that is asked for (%(default)s)")
     add(options, "--max-queue-time S", float, 1.0, "the server's (%(default)s)")
     add(options, "--max-seqs N", count, 16, "the server's (%(default)s)")
-    add(options, "--prompt-tokens N", count, 64, "of each request (%(default)s)")
-    add(options, "--output-tokens N", count, 16, "of each request (%(default)s)")
+    add(options, "--prompt-tokens N", count, 64, "of a request at the mean (%(default)s)")
+    add(options, "--output-tokens N", count, 16, "of a request at the mean (%(default)s)")
     return options
 
 
