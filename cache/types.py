@@ -29,7 +29,7 @@ class Capability(StrEnum):
     IMPOSSIBLE = "impossible"
 
 
-class KeyFrame(StrEnum):
+class KeyStorage(StrEnum):
     """Which rotation stored keys carry."""
 
     ABSOLUTE = "absolute"  # that of the key's position

@@ -25,7 +25,7 @@ from ropewalk.server.cli.chat import chat
 from ropewalk.server.cli.health import health
 from ropewalk.server.cli.options import settings_of
 from ropewalk.server.cli.serve import serve
-from ropewalk.server.studies.encodings import by_frame
+from ropewalk.server.studies.encodings import by_storage
 
 DOCS = Path(__file__).parent
 
@@ -80,8 +80,8 @@ VARIANTS = (  # how the row is called, the encoding, options besides the usual o
     ("t5, `per_layer`", "t5", {"per_layer": True}),
     ("t5, form `table`", "t5", {"form": "table"}),
     ("t5, form `materialised`", "t5", {"form": "materialised"}),
-    ("rope, frame `raw`", "rope", {"frame": "raw"}),
-    ("rope, frame `block`", "rope", {"frame": "block"}),
+    ("rope, storage `raw`", "rope", {"storage": "raw"}),
+    ("rope, storage `block`", "rope", {"storage": "block"}),
 )
 
 
@@ -134,7 +134,7 @@ def operations_table() -> str:
     rows = [f"|encoding|{'|'.join(f'`{op.value}`' for op in Op)}|", "|---|" + "---|" * len(Op)]
     half = replace(PLACE, dtype=torch.bfloat16)
     for name in names():
-        both = by_frame(facts(name, PLACE)), by_frame(facts(name, half))
+        both = by_storage(facts(name, PLACE)), by_storage(facts(name, half))
         for (label, abilities), (_, halves) in zip(*both, strict=True):
             pairs = zip(abilities, halves, strict=True)
             rows.append(f"|{label}|{'|'.join(one(*pair) for pair in pairs)}|")
@@ -151,9 +151,9 @@ def one(wide: Ability, half: Ability) -> str:
 
 KEPT = 1024  # tokens that a shift or a move takes along
 COMPARED = (
-    ("rope, `absolute`", "rope", {"frame": "absolute"}),
-    ("rope, `raw`", "rope", {"frame": "raw"}),
-    ("rope, `block`", "rope", {"frame": "block"}),
+    ("rope, `absolute`", "rope", {"storage": "absolute"}),
+    ("rope, `raw`", "rope", {"storage": "raw"}),
+    ("rope, `block`", "rope", {"storage": "block"}),
     ("t5, `materialised`", "t5", {"form": "materialised"}),
     ("t5, `table`", "t5", {"form": "table"}),
     ("t5, `window`", "t5", {"form": "window"}),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from ropewalk.cache.types import BLOCK_SIZE, Capability, KeyFrame, Op
+from ropewalk.cache.types import BLOCK_SIZE, Capability, KeyStorage, Op
 from ropewalk.model.attention.base import AttentionBackend, spec_for
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.dry_run import Cost, TimedTrial, Trial
@@ -65,7 +65,7 @@ class Ability:
     `reason` says why it is impossible, if it is. `cost` is set if it was measured.
     """
 
-    key_frame: KeyFrame
+    key_storage: KeyStorage
     op: Op
     capability: Capability
     reason: str | None
@@ -86,7 +86,7 @@ class EncodingFacts:
     bias: str | None  # what it adds to the scores: linear, table, key or pair
     backends: tuple[Support, ...]
     work: Mapping[int, PositionalWork]  # by number of keys attended to
-    operations: tuple[Ability, ...]  # every operation, in each key frame of the encoding
+    operations: tuple[Ability, ...]  # every operation, with each key storage of the encoding
     unbuilt: str | None = None
 
 
@@ -146,13 +146,13 @@ def facts(name: str, place: Place) -> EncodingFacts:
 def abilities(
     kind: type[PositionalEncoding], shape: ModelConfig, dtype: torch.dtype
 ) -> tuple[Ability, ...]:
-    """What can be done to entries stored in `dtype`, in each key frame of the encoding."""
+    """What can be done to entries stored in `dtype`, with each key storage of the encoding."""
     trial = Trial(shape, {}, block_size=BLOCK_SIZE, dtype=dtype)
     found = []
-    for encoding in in_each_frame(kind, shape):
+    for encoding in in_each_storage(kind, shape):
         operations = trial.operations(encoding)
         found += [
-            Ability(encoding.key_frame, op, operations.capability(op), operations.why_not(op))
+            Ability(encoding.key_storage, op, operations.capability(op), operations.why_not(op))
             for op in Op
         ]
     return tuple(found)
@@ -162,11 +162,11 @@ def measured(entry: EncodingFacts, trial: TimedTrial) -> EncodingFacts:
     """`entry` with the cost of each possible operation on a cache for SHAPE."""
     if entry.unbuilt is not None:
         return entry
-    encodings = {each.key_frame: each for each in in_each_frame(find(entry.name), SHAPE)}
+    encodings = {each.key_storage: each for each in in_each_storage(find(entry.name), SHAPE)}
     timed = [
         ability
         if ability.capability is Capability.IMPOSSIBLE
-        else replace(ability, cost=trial.cost(encodings[ability.key_frame], ability.op))
+        else replace(ability, cost=trial.cost(encodings[ability.key_storage], ability.op))
         for ability in entry.operations
     ]
     return replace(entry, operations=tuple(timed))
@@ -177,14 +177,16 @@ def timed_trial(place: Place) -> TimedTrial:
     return TimedTrial(SHAPE, block_size=BLOCK_SIZE, dtype=place.dtype, device=place.device)
 
 
-def in_each_frame(kind: type[PositionalEncoding], shape: ModelConfig) -> list[PositionalEncoding]:
-    """Examples, one for each frame in which keys can be stored.
+def in_each_storage(kind: type[PositionalEncoding], shape: ModelConfig) -> list[PositionalEncoding]:
+    """Examples, one for each key storage.
 
     For facts that do not depend on the context, so their tables are short. Raises EncodingError.
     """
     short = replace(shape, trained_context=SHORT)
-    frames = [{"frame": frame} for frame in KeyFrame] if "frame" in kind.OPTIONS else [{}]
-    return [example(kind, short, SHORT, options) for options in frames]
+    storages = (
+        [{"storage": storage} for storage in KeyStorage] if "storage" in kind.OPTIONS else [{}]
+    )
+    return [example(kind, short, SHORT, options) for options in storages]
 
 
 def example(
@@ -271,7 +273,7 @@ def as_json(entry: EncodingFacts) -> dict[str, object]:
 
 def _ability_as_json(ability: Ability) -> dict[str, object]:
     told: dict[str, object] = {
-        "key_frame": ability.key_frame.value,
+        "key_storage": ability.key_storage.value,
         "operation": ability.op.value,
         "capability": ability.capability.value,
         "reason": ability.reason,

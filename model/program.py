@@ -36,7 +36,7 @@ class Part(IntEnum):
     LINEAR = 3  # and an activation that is computed with it
     ACTIVATION = 4
     STORE = 5  # keys and values written
-    ATTENTION = 6  # with the bias, and the rotation that a key frame leaves to attention
+    ATTENTION = 6  # with the bias, and the rotation that a key storage leaves to attention
     RESIDUAL = 7
     HEAD = 8
 

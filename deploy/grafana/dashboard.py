@@ -75,7 +75,7 @@ CACHE = (
     lines(
         "Entries rewritten per token",
         "Keys rotated to a new position. 0 except for context shifts of RoPE in the absolute "
-        "frame.",
+        "storage.",
         "short",
         recorded("kv_rewritten_entries_per_token"),
     ),
@@ -88,7 +88,8 @@ CACHE = (
     lines(
         "Positional operations per token",
         "Arithmetic operations for positional encoding, by calculation. They grow with the context "
-        "for ALiBi, for T5's bias except in window form and for RoPE except in the absolute frame.",
+        "for ALiBi, for T5's bias except in window form and for RoPE except with absolute key "
+        "storage.",
         "short",
         recorded("position_flops_per_token"),
     ),

@@ -68,7 +68,7 @@ class Variant:
     label: str  # rope, t5:table
     server: Server
     encoding: str  # "" if the server does not report it
-    setting: str = ""  # a bias form or RoPE frame; "" for the server's own choice
+    setting: str = ""  # a bias form or key storage; "" for the server's own choice
 
 
 def split_base_url(url: str) -> tuple[str, int]:

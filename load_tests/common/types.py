@@ -161,7 +161,7 @@ class Result:
     command: str  # that repeats it
     arguments: Mapping[str, object]
     environment: Mapping[str, object]  # python, processor, cores, commit, versions of the servers
-    variants: Mapping[str, Mapping[str, object]]  # label → model, encoding, url, form or frame
+    variants: Mapping[str, Mapping[str, object]]  # label → model, encoding, url, form or storage
     baseline: str | None  # the variant that differences are taken against; None with one variant
     runs: tuple[Run, ...]
     warnings: tuple[str, ...]

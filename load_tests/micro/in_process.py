@@ -33,7 +33,7 @@ from ropewalk.server.scheduling.request import Request, Work
 log = getLogger(__name__)
 
 # Encoding → the option that the variant in a name like t5:table sets.
-VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "frame"}
+VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "storage"}
 
 
 class PackedOnce(Kernels):
@@ -62,7 +62,7 @@ def decoders(
 ) -> dict[str, Decoder]:
     """One decoder for each of `variants`, which differ only in their encoding.
 
-    A variant is an encoding, optionally with one of its forms or frames after a colon: t5:table.
+    A variant is an encoding, optionally with one of its forms or storages after a colon: t5:table.
     Weights are random, and all decoders share the same tensors. `kernels`: those of the CPU, or
     why there are none. Raises CheckpointError and EncodingError.
     """
@@ -166,7 +166,9 @@ def _checkpoint(shape: str, variant: str, context: int) -> Checkpoint:
     name, _, variant = variant.partition(":")
     if variant and name not in VARIANTS:
         if name in names():
-            raise EncodingError(f"{variant}: {name} has no forms or frames; leave out {variant!r}.")
+            raise EncodingError(
+                f"{variant}: {name} has no forms or storages; leave out {variant!r}."
+            )
         name, variant = variant, ""  # package.module:Class
     checkpoint = random_checkpoint(f"{RANDOM}{shape}", name, context)
     if not variant:

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     options.add_argument("--profile-step", action="store_true", help=argparse.SUPPRESS)
     model = f"{SHAPE}NAME or the path of a config.json (default: %(default)s)"
     add(options, "--serve MODEL", _shape, "shape:smollm2", model)
-    encodings = "optionally with a form or frame, as t5:table or rope:block; or "
+    encodings = "optionally with a form or storage, as t5:table or rope:block; or "
     encodings += "package.module:Class (default: %(default)s)"
     add(options, "--encodings NAME,...", str, "rope", encodings)
     add(options, "--batch N,...", counts, (1, 8, 32), "requests that decode (default: 1,8,32)")

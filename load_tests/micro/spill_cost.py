@@ -5,6 +5,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.spill import HostMemory
@@ -24,6 +25,8 @@ from ropewalk.server.scheduling.request import Limits
 LEAST = 5.0  # times faster
 MOST_S = 0.002  # of one step
 COMPUTED, RESTORED, BESIDE = "computed", "restored", "restored beside others"
+T = TypeVar("T")
+
 COMING, LEAVING = "moved in a step, coming back", "moved in a step, preempted"
 
 _DESCRIPTION = f"""\
@@ -53,18 +56,18 @@ class Timed(HostMemory):
 
     seconds = 0.0
 
-    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> list[bool]:
-        return self._timed(super().put, blocks, slots)
+    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._timed(super().put, blocks, slots)
 
     def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
         return self._timed(super().take, slots, blocks)
 
     def _timed(
         self,
-        move: Callable[[Sequence[int], Sequence[int]], list[bool]],
+        move: Callable[[Sequence[int], Sequence[int]], T],
         source: Sequence[int],
         target: Sequence[int],
-    ) -> list[bool]:
+    ) -> T:
         began = time.thread_time()
         result = move(source, target)
         self.seconds += time.thread_time() - began

@@ -1,4 +1,4 @@
-"""Plots of what clients saw: latency by context and by load, bias forms and frames, throughput."""
+"""Plots of what clients saw: latency by context, load, bias form and key storage; throughput."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -38,7 +38,7 @@ def context_plots(subject: Subject) -> Iterator[Section]:
 
 
 def setting_plots(subject: Subject) -> Iterator[Section]:
-    """Bias forms and RoPE frames of one encoding, against the baseline and against each other."""
+    """Bias forms and key storages of one encoding, against the baseline and against each other."""
     cells = [cell for axis in context_axes(subject) for cell in axis.cells]
     cells = cells or [cell for cell in subject.cells if not cell.profile.open_loop]
     for encoding, variants in _settings(subject).items():
@@ -56,7 +56,7 @@ def setting_plots(subject: Subject) -> Iterator[Section]:
             said = [_dearest(cells[-1], variants, metric) for metric in (STEP, FIRST)]
             yield Section(
                 key=f"{encoding}-settings",
-                title=f"Bias forms and frames: {encoding}",
+                title=f"Bias forms and key storages: {encoding}",
                 findings=tuple(filter(None, said)),
                 pictures=tuple(charts),
                 table=_table(subject, cells, (STEP, FIRST), variants),

@@ -1,7 +1,7 @@
 """Starts and stops the servers of a comparison of encodings: one process per setting.
 
 Variants differ only in the encoding: weights (except its own), context and number of cached tokens
-are the same. A bias form or RoPE frame is an option of the whole server, so each has a process of
+are the same. A bias form or key storage is an option of the whole server, so each has a process of
 its own. So has the trained family's learned model: its table of positions ends with the trained
 context, and a server asked for a longer one does not start. All others share one process.
 """
@@ -26,7 +26,7 @@ TABLE = "learned"  # the family's model of it takes only its trained context
 # Encoding → its option that changes no answer, and the values.
 SETTINGS = {
     "t5": ("form", ("window", "table", "materialised")),
-    "rope": ("frame", ("absolute", "raw", "block")),
+    "rope": ("storage", ("absolute", "raw", "block")),
 }
 _MEMORY_SHARE = 0.25  # of the free memory, for keys and values of all variants
 
@@ -60,7 +60,7 @@ def parse_setting(text: str) -> tuple[str, str]:
         encoding, _, setting = text.partition(":")
         return encoding, setting
     known = ", ".join(setting_names())
-    raise ValueError(f"{text!r} is no bias form or RoPE frame; use some of {known}")
+    raise ValueError(f"{text!r} is no bias form or key storage; use some of {known}")
 
 
 @asynccontextmanager

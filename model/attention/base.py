@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
@@ -45,7 +45,7 @@ class AttentionSpec:
     window: int | None = None  # keys a query attends to, its own included; None: all before it
     causal: bool = True  # False: a query attends to all keys of its request
     bias: type[ScoreBias] | None = None  # the kind that is added to scores
-    frame: KeyFrame | None = None  # of stored keys that are not fully rotated yet
+    storage: KeyStorage | None = None  # of stored keys that are not fully rotated yet
 
 
 def spec_for(
@@ -55,7 +55,7 @@ def spec_for(
     encoding: PositionalEncoding | None = None,
 ) -> AttentionSpec:
     """What all layers have in common, with the bias and the rotation of the first."""
-    bias, frame = of_encoding(None if encoding is None else encoding.for_layer(0))
+    bias, storage = of_encoding(None if encoding is None else encoding.for_layer(0))
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -65,18 +65,18 @@ def spec_for(
         device=device,
         window=next(filter(None, config.windows), None),
         bias=bias,
-        frame=frame,
+        storage=storage,
     )
 
 
 def of_encoding(
     encoding: PositionalEncoding | None,
-) -> tuple[type[ScoreBias] | None, KeyFrame | None]:
+) -> tuple[type[ScoreBias] | None, KeyStorage | None]:
     """What attention has to do for a layer's encoding, as in AttentionSpec."""
     if encoding is None:
         return None, None
     bias, rotation = encoding.score_bias(), encoding.rotation()
-    return None if bias is None else type(bias), None if rotation is None else rotation.frame
+    return None if bias is None else type(bias), None if rotation is None else rotation.storage
 
 
 def why_not_bias(spec: AttentionSpec) -> str | None:

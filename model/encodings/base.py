@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -123,7 +123,7 @@ class PositionalEncoding(nn.Module):
     # Why stored entries cannot be given another position; empty when they can.
     WHY_FIXED: ClassVar[str] = ""
 
-    key_frame: KeyFrame = KeyFrame.RAW
+    key_storage: KeyStorage = KeyStorage.RAW
     max_positions: int | None = None  # hard limit on the served context
 
     @classmethod

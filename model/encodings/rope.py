@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor
 
-from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     EncodingError,
@@ -50,7 +50,7 @@ class RoPE(PositionalEncoding):
         "dynamic, yarn, longrope, llama3, proportional or factors) and that type's parameters; "
         "default none",
         "layers": "indices of the layers whose queries and keys are rotated; default all",
-        "frame": "how stored keys are rotated: absolute (by their position), raw (not at all) or "
+        "storage": "how stored keys are rotated: absolute (by their position), raw (not at all) or "
         "block (by their offset within the block); default absolute",
     }
     LIMIT = "the served context: angles are tabulated for its positions only"
@@ -69,7 +69,7 @@ class RoPE(PositionalEncoding):
         device: torch.device,
         scaling: Scaling | None = None,
         layers: Sequence[int] | None = None,
-        frame: KeyFrame = KeyFrame.ABSOLUTE,
+        storage: KeyStorage = KeyStorage.ABSOLUTE,
     ) -> None:
         super().__init__()
         self.base = base
@@ -77,7 +77,7 @@ class RoPE(PositionalEncoding):
         self.layout = layout
         self.scaling = scaling
         self.layers = None if layers is None else frozenset(layers)
-        self.key_frame = frame
+        self.key_storage = storage
         self.max_positions = context
         self.unrotated = PositionalEncoding()  # for layers that are not rotated
         self.frequencies = self.frequencies_at(context)
@@ -90,10 +90,10 @@ class RoPE(PositionalEncoding):
         # Scaled before the move: products on "meta" make torch import modules for seconds.
         self.cos, self.sin = ((table * self.magnitude).to(device) for table in tables)
         self.left: Rotation | None = None  # what is left to attention
-        if frame is KeyFrame.RAW:
-            self.left = Rotation(self.cos, self.sin, layout, frame)
-        elif frame is KeyFrame.BLOCK:  # stored keys include the magnitude already
-            self.left = Rotation(cos, sin, layout, frame, self.magnitude)
+        if storage is KeyStorage.RAW:
+            self.left = Rotation(self.cos, self.sin, layout, storage)
+        elif storage is KeyStorage.BLOCK:  # stored keys include the magnitude already
+            self.left = Rotation(cos, sin, layout, storage, self.magnitude)
 
     @classmethod
     def create(
@@ -106,7 +106,7 @@ class RoPE(PositionalEncoding):
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
                 "rope takes the options base, width and layout, and optionally scaling, layers "
-                f"and frame, but got {sorted(options)}."
+                f"and storage, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
         need_table("rope", context, width // 2)
@@ -124,10 +124,10 @@ class RoPE(PositionalEncoding):
                 f"rope's layers must be indices from 0 to {config.num_layers - 1}, "
                 f"but are {list(layers)}."
             )
-        frame = options.get("frame", KeyFrame.ABSOLUTE)
-        if frame not in list(KeyFrame):
+        storage = options.get("storage", KeyStorage.ABSOLUTE)
+        if storage not in list(KeyStorage):
             raise EncodingError(
-                f"rope's frame must be one of {', '.join(KeyFrame)}, but is {frame!r}."
+                f"rope's storage must be one of {', '.join(KeyStorage)}, but is {storage!r}."
             )
         return cls(
             base=base,
@@ -137,7 +137,7 @@ class RoPE(PositionalEncoding):
             device=device,
             scaling=None if scaling is None else scaling_from(scaling),
             layers=layers,
-            frame=KeyFrame(frame),
+            storage=KeyStorage(storage),
         )
 
     @classmethod
@@ -165,9 +165,9 @@ class RoPE(PositionalEncoding):
 
         float32 whatever the model's dtype: in bfloat16, neighbouring positions share an angle from
         position 256 on. Angles are rounded to float32 as in published models, except in the block
-        frame: there two angles add up, and their rounded sum is not the sum of rounded angles.
+        storage: there two angles add up, and their rounded sum is not the sum of rounded angles.
         """
-        exact = torch.float64 if self.key_frame is KeyFrame.BLOCK else torch.float32
+        exact = torch.float64 if self.key_storage is KeyStorage.BLOCK else torch.float32
         cos, sin = (torch.empty(context, self.width // 2) for _ in range(2))
         for rows in chunks(context):
             angles = rows.to(exact)[:, None] * self.frequencies
@@ -181,14 +181,14 @@ class RoPE(PositionalEncoding):
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        match self.key_frame:
-            case KeyFrame.ABSOLUTE:
+        match self.key_storage:
+            case KeyStorage.ABSOLUTE:
                 cos, sin = self.cos[positions], self.sin[positions]
                 rotated = rotate_pairs(q, cos, sin, self.layout)
                 return rotated, rotate_pairs(k, cos, sin, self.layout)
-            case KeyFrame.BLOCK:
+            case KeyStorage.BLOCK:
                 return q, rotate_pairs(k, self.cos[offsets], self.sin[offsets], self.layout)
-            case KeyFrame.RAW:
+            case KeyStorage.RAW:
                 return q, k
 
     def rotation(self) -> Rotation | None:
@@ -199,7 +199,10 @@ class RoPE(PositionalEncoding):
 
     def capability(self, op: Op, dtype: torch.dtype) -> Capability:
         """Moving a key that carries its position's rotation requires rotating it further."""
-        if self.key_frame is not KeyFrame.ABSOLUTE or op not in (Op.EVICT_RENUMBER, Op.MOVE_SPAN):
+        if self.key_storage is not KeyStorage.ABSOLUTE or op not in (
+            Op.EVICT_RENUMBER,
+            Op.MOVE_SPAN,
+        ):
             return Capability.FREE
         return Capability.REWRITE if dtype.itemsize >= 4 else Capability.APPROXIMATE
 
@@ -222,12 +225,12 @@ class RoPE(PositionalEncoding):
         than the queries that attend to them.
         """
         rotating = sum(self.rotates(layer) for layer in range(config.num_layers))
-        match self.key_frame:
-            case KeyFrame.ABSOLUTE:
+        match self.key_storage:
+            case KeyStorage.ABSOLUTE:
                 heads, angles = config.num_heads + config.num_kv_heads, 1
-            case KeyFrame.RAW:
+            case KeyStorage.RAW:
                 heads, angles = config.num_heads + config.num_kv_heads * context, context
-            case KeyFrame.BLOCK:
+            case KeyStorage.BLOCK:
                 blocks = -(-context // block_size)
                 heads, angles = config.num_heads * blocks + config.num_kv_heads, blocks + 1
         return PositionalWork(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
-from ropewalk.cache.types import BLOCK_SIZE, KeyFrame
+from ropewalk.cache.types import BLOCK_SIZE, KeyStorage
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.catalogue import hooks
 from ropewalk.model.config import ModelConfig
@@ -201,7 +201,7 @@ def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
     """
     encoding, config = decoder.encoding, decoder.config
     rotation = encoding.rotation()
-    if rotation is not None and rotation.frame is KeyFrame.RAW:
+    if rotation is not None and rotation.storage is KeyStorage.RAW:
         return 0
     first = start if {"embed", "rotate"} & set(hooks(type(encoding))) else stop
     for context in range(start + 1, stop + 1):

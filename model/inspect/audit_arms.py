@@ -55,8 +55,8 @@ TINY = ModelConfig(
 DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
 # name: (encoding, options in which it differs from the plain one)
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "rope:raw": ("rope", {"frame": "raw"}),
-    "rope:block": ("rope", {"frame": "block"}),
+    "rope:raw": ("rope", {"storage": "raw"}),
+    "rope:block": ("rope", {"storage": "block"}),
     "t5:table": ("t5", {"form": "table"}),
     "t5:materialised": ("t5", {"form": "materialised"}),
 }

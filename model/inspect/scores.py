@@ -321,7 +321,7 @@ class Looked:
         q, k = q.to(self.reference.dtype), k.to(self.reference.dtype)
         if left and isinstance(self.encoding, RoPE):
             q = _magnified(q, self.encoding)
-            k = _magnified(k, self.encoding) if self.encoding.key_frame == "raw" else k
+            k = _magnified(k, self.encoding) if self.encoding.key_storage == "raw" else k
         first, second = torch.tensor([each for each, _ in turning]).t()
         straight = q[:, first] * k[:, first] + q[:, second] * k[:, second]
         crossed = q[:, second] * k[:, first] - q[:, first] * k[:, second]

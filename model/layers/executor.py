@@ -209,7 +209,7 @@ def in_heads(x: Tensor, width: int) -> Tensor:
 
 
 def spec_of(op: Attend, program: Program) -> AttentionSpec:
-    bias, frame = of_encoding(op.encoding)
+    bias, storage = of_encoding(op.encoding)
     return AttentionSpec(
         num_heads=op.num_heads,
         num_kv_heads=op.num_kv_heads,
@@ -220,7 +220,7 @@ def spec_of(op: Attend, program: Program) -> AttentionSpec:
         window=op.window,
         causal=op.causal,
         bias=bias,
-        frame=frame,
+        storage=storage,
     )
 
 

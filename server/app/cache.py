@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 
 from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.types import Evict, Fork, Move, Op, Operation, OpReport, Truncate
-from ropewalk.model.catalogue import in_each_frame
+from ropewalk.model.catalogue import in_each_storage
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
 from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, names
@@ -150,7 +150,7 @@ def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[
     return {
         "model": served.name,
         "encoding": served.encoding,
-        "key_frame": planner.key_frame.value,
+        "key_storage": planner.key_storage.value,
         "block_size": planner.block_size,
         "bytes_per_token": planner.bytes_per_token,
         "max_context": served.max_context,
@@ -245,7 +245,7 @@ class CachePlanner:
         max_context: int,
         speed: Speed,
     ) -> None:
-        self.key_frame = encoding.key_frame
+        self.key_storage = encoding.key_storage
         self.block_size = block_size
         self._shape = shape
         self._dtype = dtype
@@ -300,7 +300,7 @@ class CachePlanner:
             "data": [
                 {
                     "encoding": candidate.name,
-                    "key_frame": candidate.encoding.key_frame.value,
+                    "key_storage": candidate.encoding.key_storage.value,
                     "own": candidate.own,
                     **estimate(question, candidate, trial),
                 }
@@ -401,10 +401,10 @@ class CachePlanner:
 
 
 def _others(shape: ModelConfig) -> Iterator[Candidate]:
-    """Every encoding of this project that such a model could have, in each frame."""
+    """Every encoding of this project that such a model could have, with each key storage."""
     for name in names():
         try:
-            encodings = in_each_frame(find(name), shape)
+            encodings = in_each_storage(find(name), shape)
         except EncodingError:
             continue  # impossible with this number of heads or this width
         for encoding in encodings:

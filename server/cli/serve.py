@@ -168,7 +168,7 @@ SETTINGS: tuple[Variable, ...] = (
         "--encoding-option",
         "option of the positional encoding, its value as JSON or text: see ropewalk encodings; "
         "repeatable. t5's form (window, table or materialised) is how its bias is computed and "
-        "changes no answer; rope's frame is how stored keys are rotated: by their position "
+        "changes no answer; rope's storage is how stored keys are rotated: by their position "
         "(absolute), not at all (raw) or by their offset within the block (block); raw and block "
         "keys can be moved for free",
         Value(encoding_option, "name=value"),

@@ -61,8 +61,8 @@ function verdict(plan, row) {
 // 0 → A, 25 → Z, 26 → AA.
 const letters = (n) => (n < 26 ? "" : letters(Math.floor(n / 26) - 1)) + String.fromCharCode(65 + (n % 26));
 
-const FRAMES = { absolute: "keys stored rotated", raw: "keys stored unrotated", block: "keys rotated within the block" };
-const encodingOf = ({ encoding, key_frame: frame }) => (encoding === "rope" ? `rope, ${FRAMES[frame]}` : encoding);
+const STORAGES = { absolute: "keys stored rotated", raw: "keys stored unrotated", block: "keys rotated within the block" };
+const encodingOf = ({ encoding, key_storage: storage }) => (encoding === "rope" ? `rope, ${STORAGES[storage]}` : encoding);
 
 function operationChooser({ operation, pick }) {
   return element("div", { class: "choices", role: "group", "aria-label": "Operation" },
@@ -83,8 +83,8 @@ function planTable(plan, happened) {
     element("tbody", {}, rows.map((row) => {
       const [kind, words] = verdict(plan, row);
       const keys = row.rewritten_entries ?? 0;
-      const source = `/v1/cache/plan: rewritten_entries of ${row.encoding}, ${row.key_frame}`;
-      return element("tr", { class: row.own ? `own ${kind}` : kind, "data-encoding": row.encoding, "data-frame": row.key_frame },
+      const source = `/v1/cache/plan: rewritten_entries of ${row.encoding}, ${row.key_storage}`;
+      return element("tr", { class: row.own ? `own ${kind}` : kind, "data-encoding": row.encoding, "data-storage": row.key_storage },
         element("th", { scope: "row" }, encodingOf(row), row.own ? element("span", { class: "badge" }, "this model") : null),
         element("td", {},
           element("span", { class: "keys", style: { "--share": keys / most } }),

@@ -31,7 +31,7 @@ class ModelFacts:
     blocks: int
     block_size: int  # tokens
     chat: bool  # has a chat template
-    key_frame: str | None = None  # of stored keys, if attention still rotates them
+    key_storage: str | None = None  # of stored keys, if attention still rotates them
     sides: int = 1  # an encoder-decoder keeps prompt and answer apart: 2
     quantize: str | None = None  # type that the weights of linear layers are rounded to
 
@@ -94,10 +94,10 @@ def _model_rows(model: ModelFacts) -> list[tuple[str, str]]:
     rounded = "" if model.quantize is None else f" with {model.quantize} weights"
     each = " each for prompt and answer" if model.sides == 2 else ""
     trained = f"{model.trained_context:,}"
-    frame = f", keys in the {model.key_frame} frame" if model.key_frame else ""
+    storage = f", {model.key_storage} key storage" if model.key_storage else ""
     return [
         ("model", f"{model.name} ({model.architecture})"),
-        ("encoding", model.encoding + frame),
+        ("encoding", model.encoding + storage),
         ("context", f"{model.max_context:,} tokens{each}{beyond}, trained on {trained}"),
         ("device", f"{model.device}, {model.dtype}{rounded}, {model.attention} attention"),
         ("keys and values", f"{model.kv_dtype}, {model.kv_bytes_per_token:,} bytes per token"),

@@ -365,7 +365,7 @@ def _complete(
         blocks=blocks - 1,
         block_size=block_size,
         chat=model.checkpoint.chat_template is not None,
-        key_frame=None if rotation is None else rotation.frame,
+        key_storage=None if rotation is None else rotation.storage,
         sides=sides,
         quantize=config.loading.quantize,
     )

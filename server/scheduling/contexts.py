@@ -317,7 +317,7 @@ class Contexts:
             raise UnsupportedField(
                 "overflow slide would rotate every stored key again and again until rounding "
                 "errors ruined them; use shift, or start the server with --encoding-option "
-                "frame=block.",
+                "storage=block.",
                 "overflow",
             )
         if self._max_context < 3 * self._block_size:

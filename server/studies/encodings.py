@@ -152,22 +152,22 @@ def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
     """Encodings by operations: the capability, and below it the measured time."""
     table = [["", *(op.value for op in Op)]]
     for entry in entries:
-        for label, abilities in by_frame(entry):
+        for label, abilities in by_storage(entry):
             table.append([label, *(ability.capability.value for ability in abilities)])
             table.append(["", *(spent(ability) for ability in abilities)])
     return aligned(table, left=len(table[0]))
 
 
-def by_frame(entry: EncodingFacts) -> list[tuple[str, list[Ability]]]:
-    """Abilities by the frame of stored keys, which the label names if there are several."""
-    groups = [(frame, list(some)) for frame, some in groupby(entry.operations, _frame)]
+def by_storage(entry: EncodingFacts) -> list[tuple[str, list[Ability]]]:
+    """Abilities by key storage, which the label names if there are several."""
+    groups = [(storage, list(some)) for storage, some in groupby(entry.operations, _storage)]
     if len(groups) == 1:
         return [(entry.name, groups[0][1])]
-    return [(f"{entry.name}, {frame}", some) for frame, some in groups]
+    return [(f"{entry.name}, {storage}", some) for storage, some in groups]
 
 
-def _frame(ability: Ability) -> str:
-    return ability.key_frame.value
+def _storage(ability: Ability) -> str:
+    return ability.key_storage.value
 
 
 def spent(ability: Ability) -> str:

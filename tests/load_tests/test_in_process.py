@@ -35,8 +35,10 @@ def test_one_decoder_for_each_variant(every):
     assert type(every["t5"].encoding.score_bias()) is TableBias
     assert type(every["t5:materialised"].encoding.score_bias()) is MaterialisedBias
     assert every["rope"].encoding.rotation() is None
-    frames = [every[variant].encoding.rotation().frame for variant in ("rope:raw", "rope:block")]
-    assert frames == ["raw", "block"]
+    storages = [
+        every[variant].encoding.rotation().storage for variant in ("rope:raw", "rope:block")
+    ]
+    assert storages == ["raw", "block"]
 
 
 def test_weights_are_the_same_tensors(plain):
@@ -117,7 +119,7 @@ def test_unknown_variants_are_refused():
         EncodingError, match="form must be one of window, table, materialised, but is 'no'"
     ):
         made("none", ("t5:no",))
-    with pytest.raises(EncodingError, match="alibi has no forms or frames; leave out 'no'"):
+    with pytest.raises(EncodingError, match="alibi has no forms or storages; leave out 'no'"):
         made("none", ("alibi:no",))
 
 

@@ -131,7 +131,7 @@ def test_all_encodings_share_a_process_and_each_setting_has_its_own(tmp_path, fa
     assert (shared["encoding_option"], shared["kv_memory"]) == (None, 2000)
     assert {tuple(each["models"]): each["encoding_option"] for each in own} == {
         ("t5:table=shape:small:t5",): "form=table",
-        ("rope:block=shape:small:rope",): "frame=block",
+        ("rope:block=shape:small:rope",): "storage=block",
     }
     assert {each["kv_memory"] for each in own} == {1000}
     assert {each["max_model_len"] for each in [shared, *own]} == {300}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.rope import RoPE
@@ -18,7 +18,7 @@ from tests.model.running import new_cache
 
 @dataclass
 class Shadow:
-    """One sequence. Keys carry the rotation of their position, whatever frame the cache keeps."""
+    """One sequence. Keys carry the rotation of their position, whatever storage the cache keeps."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -87,10 +87,10 @@ def moved(decoder: Decoder, shadow: Shadow, delta: int) -> Shadow:
 
 def stored(decoder: Decoder, shadow: Shadow, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [layers, tokens, kv_heads, head_dim] as the cache should hold them."""
-    frame = decoder.encoding.key_frame
+    storage = decoder.encoding.key_storage
     keys, positions = torch.stack(shadow.keys), torch.tensor(shadow.positions)
-    if frame is not KeyFrame.ABSOLUTE:
-        carried = torch.arange(len(keys)) % (1 if frame is KeyFrame.RAW else block_size)
+    if storage is not KeyStorage.ABSOLUTE:
+        carried = torch.arange(len(keys)) % (1 if storage is KeyStorage.RAW else block_size)
         keys = turned(decoder, keys, carried - positions)
     return keys.transpose(0, 1), torch.stack(shadow.values, dim=1)
 

@@ -55,9 +55,9 @@ class Walk(RuleBasedStateMachine):
         self.exact = 1e-5 if self.encoding.startswith("rope") else 1e-10
         windows = (None,) * LAYERS
         self.decoder = tiny(self.encoding, num_layers=LAYERS, windows=windows, options=self.options)
-        # Shadows are in the absolute frame, whatever the cache keeps.
-        unframed = {name: value for name, value in self.options.items() if name != "frame"}
-        self.reader = tiny(self.encoding, num_layers=LAYERS, windows=windows, options=unframed)
+        # Shadows have absolute storage, whatever the cache keeps.
+        plain = {name: value for name, value in self.options.items() if name != "storage"}
+        self.reader = tiny(self.encoding, num_layers=LAYERS, windows=windows, options=plain)
         self.kv = new_cache(self.decoder, BLOCKS, BLOCK)
         self.kv._keys.fill_(torch.nan)
         self.kv._values.fill_(torch.nan)
@@ -279,8 +279,8 @@ class Walk(RuleBasedStateMachine):
 WALKS = {
     "nope": ("nope", {}),
     "rope": ("rope", {}),
-    "rope-raw": ("rope", {"frame": "raw"}),
-    "rope-block": ("rope-interleaved", {"frame": "block"}),
+    "rope-raw": ("rope", {"storage": "raw"}),
+    "rope-block": ("rope-interleaved", {"storage": "block"}),
     "rope-scaled": ("rope-scaled", {"layers": [1]}),
     "t5": ("t5", {}),
     "alibi": ("alibi", {}),

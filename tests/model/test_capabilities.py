@@ -21,7 +21,7 @@ from ropewalk.cache.types import (
     Capability,
     Evict,
     Fork,
-    KeyFrame,
+    KeyStorage,
     Move,
     Op,
     Truncate,
@@ -54,31 +54,31 @@ CASES = {
     Op.MOVE_SPAN: (Move("a", 2, 2, "b"), "b", [*OTHER, *TOKENS[8:16]], [*range(12)]),
 }
 CONTRACT = [
-    (name, frame)
+    (name, storage)
     for name, spec in ENCODINGS.items()
-    if "frame" not in spec.options
-    for frame in (KeyFrame if spec.name == "rope" else [None])
+    if "storage" not in spec.options
+    for storage in (KeyStorage if spec.name == "rope" else [None])
 ]
 
 
-def expected(encoding, frame, op, dtype):
+def expected(encoding, storage, op, dtype):
     if op in MOVES and encoding in ABSOLUTE:
         return Capability.IMPOSSIBLE
-    if op in MOVES and frame is KeyFrame.ABSOLUTE:
+    if op in MOVES and storage is KeyStorage.ABSOLUTE:
         return Capability.APPROXIMATE if dtype is torch.bfloat16 else Capability.REWRITE
     return Capability.FREE
 
 
 @cache
-def decoder_of(encoding, frame, dtype):
+def decoder_of(encoding, storage, dtype):
     """Nothing that is tried changes it."""
-    return tiny(encoding, dtype=dtype, options={} if frame is None else {"frame": frame})
+    return tiny(encoding, dtype=dtype, options={} if storage is None else {"storage": storage})
 
 
 @cache
-def first_layer_of(encoding, frame, dtype):
+def first_layer_of(encoding, storage, dtype):
     """The same without the layers that what the first one stores does not depend on."""
-    decoder = tiny(encoding, dtype=dtype, options={} if frame is None else {"frame": frame})
+    decoder = tiny(encoding, dtype=dtype, options={} if storage is None else {"storage": storage})
     ops = program_of(decoder).ops
     second = next(i for i, op in enumerate(ops) if getattr(op, "name", "").startswith("layers.1."))
     last = ops[-2:]  # the norm and the head
@@ -90,9 +90,9 @@ def first_layer_of(encoding, frame, dtype):
 class World:
     """A decoder, and a cache in which "a" and "b" are stored."""
 
-    def __init__(self, encoding, frame, dtype):
-        self.decoder = decoder_of(encoding, frame, dtype)
-        self.first_layer = first_layer_of(encoding, frame, dtype)
+    def __init__(self, encoding, storage, dtype):
+        self.decoder = decoder_of(encoding, storage, dtype)
+        self.first_layer = first_layer_of(encoding, storage, dtype)
         self.kv = new_cache(self.decoder, BLOCKS, BLOCK)
         for part in self.kv.whole:
             part.zero_()
@@ -143,7 +143,7 @@ class World:
     def anew(self, tokens, positions):
         """Keys and values of the first layer [2, tokens, heads, head_dim], each token by itself.
 
-        Each stands at the offset that it has in its own block, for frames that go by it.
+        Each stands at the offset that it has in its own block, for storages that go by it.
         """
         alone = []
         for row, (token, position) in enumerate(zip(tokens, positions, strict=True)):
@@ -181,11 +181,11 @@ ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # the latter: of a prod
     ),
 )
 def test_capability(of, op, dtype, record_property) -> None:
-    encoding, frame = of
-    world = World(encoding, frame, dtype)
+    encoding, storage = of
+    world = World(encoding, storage, dtype)
     operation, name, tokens, positions = CASES[op]
     capability = world.operations.capability(op)
-    assert capability is expected(encoding, frame, op, dtype)
+    assert capability is expected(encoding, storage, op, dtype)
     assert all(
         rules.capability(op, dtype) in (capability, Capability.FREE) for rules in world.rules
     )

@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model import catalogue as module
 from ropewalk.model.catalogue import (
     HOOKS,
@@ -184,13 +184,13 @@ def test_what_cannot_be_built_by_itself_is_listed_with_the_reason() -> None:
     assert measured(entry, timed_trial(PLACE)) is entry
 
 
-def test_operations_are_listed_for_every_frame_that_keys_can_have() -> None:
+def test_operations_are_listed_for_every_storage_that_keys_can_have() -> None:
     half = Place([], torch.bfloat16, torch.device("cpu"))
     moves = (Op.EVICT_RENUMBER, Op.MOVE_SPAN)
-    found = {(one.key_frame, one.op): one for one in facts("rope", half).operations}
-    assert len(found) == len(KeyFrame) * len(Op)
-    for (frame, op), ability in found.items():
-        turned = frame is KeyFrame.ABSOLUTE and op in moves
+    found = {(one.key_storage, one.op): one for one in facts("rope", half).operations}
+    assert len(found) == len(KeyStorage) * len(Op)
+    for (storage, op), ability in found.items():
+        turned = storage is KeyStorage.ABSOLUTE and op in moves
         expected = Capability.APPROXIMATE if turned else Capability.FREE
         assert (ability.capability, ability.reason, ability.cost) == (expected, None, None)
     learned = {one.op: one for one in facts("learned", half).operations}
@@ -245,7 +245,7 @@ def test_json_holds_every_fact() -> None:
         "bias_bytes": 5424,
     }
     assert told["operations"][4] == {
-        "key_frame": "raw",
+        "key_storage": "raw",
         "operation": "evict_renumber",
         "capability": "free",
         "reason": None,

@@ -111,7 +111,7 @@ def exactly(encoding, weights=torch.float64):
 
 @cache
 def exactly_in_8_bits(encoding):
-    """The same with keys and values rounded by hand; in the paths' blocks, as frames go by them."""
+    """The same with keys and values rounded by hand; in the paths' blocks, which storages go by."""
     decoder = tiny(encoding, windows=WINDOWS)
     return cache(partial(run_uncached, decoder, block_size=BLOCK, make_cache=cache_by_hand))
 

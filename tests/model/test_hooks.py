@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ropewalk.cache.types import Capability, KeyFrame
+from ropewalk.cache.types import Capability, KeyStorage
 from ropewalk.model.encodings.base import (
     EncodingError,
     KeyBias,
@@ -141,7 +141,7 @@ def test_score_bias(bias, why):
     [((CONTEXT, 5), "with at most 4 pairs"), ((9, 4), f"has 9 positions for .* {CONTEXT}")],
 )
 def test_rotation(shape, why):
-    turning = Rotation(torch.ones(shape), torch.zeros(shape), "half", KeyFrame.RAW)
+    turning = Rotation(torch.ones(shape), torch.zeros(shape), "half", KeyStorage.RAW)
     own = with_hooks(rotation=lambda self: turning)
     with pytest.raises(EncodingError, match=why):
         check_hooks(own, CONFIG, CONTEXT, CPU)

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 import torch
 
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.decoder import Decoder
@@ -210,10 +210,11 @@ def no_rotation(rotation):
     return None
 
 
-def other_frame(rotation):
+def other_storage(rotation):
     """Keys turned by their base for their position, or the other way round."""
     return rotation and replace(
-        rotation, frame=KeyFrame.RAW if rotation.frame is KeyFrame.BLOCK else KeyFrame.BLOCK
+        rotation,
+        storage=KeyStorage.RAW if rotation.storage is KeyStorage.BLOCK else KeyStorage.BLOCK,
     )
 
 
@@ -285,7 +286,7 @@ MISTAKES = {
     "bias-max-ignored": Mistake(in_options(bias_max=8), ["alibi-rounded"]),
     "queries-one-off": Mistake(in_layers(QueriesOneOff), ROTARY),
     "rotation-dropped": Mistake(in_attention(rotation=no_rotation), [*RAW, *IN_BLOCKS]),
-    "other-frame": Mistake(in_attention(rotation=other_frame), [*RAW, *IN_BLOCKS]),
+    "other-storage": Mistake(in_attention(rotation=other_storage), [*RAW, *IN_BLOCKS]),
     "queries-not-grown": Mistake(in_attention(rotation=not_grown), ["rope-block-scaled"]),
     "queries-grown-again": Mistake(
         in_attention(rotation=grown_again), ["rope-raw-scaled", "rope-block-scaled"]

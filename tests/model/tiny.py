@@ -121,16 +121,17 @@ ENCODINGS = {
     "rope-partial": EncodingSpec("rope", ROPE | {"width": 4}),
     "rope-scaled": EncodingSpec("rope", ROPE | {"scaling": YARN, "layers": [0, 2]}),
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
-    "rope-raw": EncodingSpec("rope", ROPE | {"frame": "raw"}),
+    "rope-raw": EncodingSpec("rope", ROPE | {"storage": "raw"}),
     "rope-raw-scaled": EncodingSpec(
-        "rope", ROPE | {"frame": "raw", "scaling": YARN, "layers": [0, 2], "layout": "interleaved"}
+        "rope",
+        ROPE | {"storage": "raw", "scaling": YARN, "layers": [0, 2], "layout": "interleaved"},
     ),
-    "rope-block": EncodingSpec(WIDE_ROPE, ROPE | {"frame": "block"}),
+    "rope-block": EncodingSpec(WIDE_ROPE, ROPE | {"storage": "block"}),
     "rope-block-partial": EncodingSpec(
-        WIDE_ROPE, ROPE | {"frame": "block", "width": 4, "layout": "interleaved"}
+        WIDE_ROPE, ROPE | {"storage": "block", "width": 4, "layout": "interleaved"}
     ),
     "rope-block-scaled": EncodingSpec(
-        WIDE_ROPE, ROPE | {"frame": "block", "scaling": YARN, "layers": [0, 2]}
+        WIDE_ROPE, ROPE | {"storage": "block", "scaling": YARN, "layers": [0, 2]}
     ),
     "t5": EncodingSpec("t5", T5),
     "t5-per-layer": EncodingSpec("t5", {"buckets": 12, "max_distance": 20, "per_layer": True}),

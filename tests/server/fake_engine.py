@@ -9,7 +9,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Audit
-from ropewalk.model.catalogue import in_each_frame
+from ropewalk.model.catalogue import in_each_storage
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import find
 from ropewalk.model.sampler import Sampler
@@ -71,8 +71,8 @@ def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED,
     """A planner for a cache of `shape` in float32, with that encoding as the model's own."""
     (own, *_) = (
         each
-        for each in in_each_frame(find(encoding), shape)
-        if each.key_frame == options.get("frame", each.key_frame)
+        for each in in_each_storage(find(encoding), shape)
+        if each.key_storage == options.get("storage", each.key_storage)
     )
     return CachePlanner(
         replace(shape, encoding=EncodingSpec(encoding, options)),

@@ -21,8 +21,13 @@ pytestmark = pytest.mark.skipif(
 
 KINDS = {
     "rope": [],
-    "rope in the frame block": ["--encoding-option", "frame=block"],
-    "rope in the frame raw, in 8 bits": ["--encoding-option", "frame=raw", "--kv-dtype", "int8"],
+    "rope, block storage": ["--encoding-option", "storage=block"],
+    "rope, raw storage, in 8 bits": [
+        "--encoding-option",
+        "storage=raw",
+        "--kv-dtype",
+        "int8",
+    ],
     "alibi, weights in 8 bits": ["--quantize", "int8"],
     "t5": [],
     "t5, materialised": ["--encoding-option", "form=materialised"],

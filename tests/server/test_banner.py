@@ -50,10 +50,10 @@ def test_everything_is_said() -> None:
         assert words in said
 
 
-def test_the_frame_of_keys_is_said_when_attention_turns_them() -> None:
-    raw = dataclasses.replace(FACTS, key_frame="raw")
-    assert "rope, keys in the raw frame" in printed(raw)
-    assert "frame" not in printed(FACTS)
+def test_the_storage_of_keys_is_said_when_attention_turns_them() -> None:
+    raw = dataclasses.replace(FACTS, key_storage="raw")
+    assert "rope, raw key storage" in printed(raw)
+    assert "storage" not in printed(FACTS)
 
 
 def test_rounded_weights_are_said() -> None:

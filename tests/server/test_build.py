@@ -219,12 +219,12 @@ def test_a_shape_takes_the_options_of_its_encoding():
 
 
 @pytest.mark.parametrize("attention", ["cpu", "sdpa", "reference"])
-@pytest.mark.parametrize("frame", ["raw", "block"])
-def test_rope_keys_in_the_frame_asked_for(folder, frame, attention):
+@pytest.mark.parametrize("storage", ["raw", "block"])
+def test_rope_keys_in_the_storage_asked_for(folder, storage, attention):
     flags = (str(folder), "--kv-memory", "16M", "--dtype", "float32", "--attention", attention)
-    (loaded,) = load(*flags, "--encoding-option", f"frame={frame}")
+    (loaded,) = load(*flags, "--encoding-option", f"storage={storage}")
     (plain,) = load(*flags)
-    assert (loaded.facts.key_frame, plain.facts.key_frame) == (frame, None)
+    assert (loaded.facts.key_storage, plain.facts.key_storage) == (storage, None)
     prompt = list(range(1, 40))
     assert generated(loaded, prompt) == generated(plain, prompt)
     stored, turned = (each.engine._kv.layer(0) for each in (loaded, plain))
@@ -293,10 +293,10 @@ def test_a_lone_request_takes_larger_steps_where_there_is_no_other_model(folder,
         (["--encoding-option", "form=table"], "the encoding rope, which takes only base, width"),
         (["--encoding", "nope", "--encoding-option", "form=window"], "has the encoding nope"),
         (
-            ["--encoding", "nope", "--encoding-option", "frame=raw"],
+            ["--encoding", "nope", "--encoding-option", "storage=raw"],
             "has the encoding nope, which takes no options; leave the option out",
         ),
-        (["--encoding-option", "frame=sideways"], "frame"),
+        (["--encoding-option", "storage=sideways"], "storage"),
         (["--encoding-option", "base=ten"], "--encoding-option base=ten: rope cannot be made with"),
         (["--kv-memory", "4000000G"], "lower --kv-memory"),
         (["--dtype", "float16", "--attention", "cpu"], "it computes float32, float64 and bfloat16"),

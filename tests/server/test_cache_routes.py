@@ -77,8 +77,8 @@ def planned(app, **body):
 
 
 def others(plan):
-    """Rows by encoding and key frame, without that of the model's own."""
-    return {(row["encoding"], row["key_frame"]): row for row in plan["data"] if not row["own"]}
+    """Rows by encoding and key storage, without that of the model's own."""
+    return {(row["encoding"], row["key_storage"]): row for row in plan["data"] if not row["own"]}
 
 
 # ---- GET /v1/cache ----
@@ -91,7 +91,7 @@ def test_idle_caches_are_shown() -> None:
     assert first == {
         "model": "a",
         "encoding": "rope",
-        "key_frame": "absolute",
+        "key_storage": "absolute",
         "block_size": BLOCK,
         "bytes_per_token": BYTES,
         "max_context": 512,
@@ -103,7 +103,7 @@ def test_idle_caches_are_shown() -> None:
         "kept": [],
         "shared": [],
     }
-    assert (second["model"], second["key_frame"], second["blocks"]["free"]) == ("b", "raw", 8)
+    assert (second["model"], second["key_storage"], second["blocks"]["free"]) == ("b", "raw", 8)
     assert looked(app, "?model=b") == [second]
 
 
@@ -370,8 +370,8 @@ def test_a_plan_of_a_shift_for_every_encoding() -> None:
     }
     assert {name for name, _ in expected} == set(names())
     for row in rows:
-        about = {key: row.pop(key) for key in ("encoding", "key_frame", "own")}
-        assert row == expected[about["encoding"], about["key_frame"]], about
+        about = {key: row.pop(key) for key in ("encoding", "key_storage", "own")}
+        assert row == expected[about["encoding"], about["key_storage"]], about
     assert len(rows) == len(expected) + 1
 
 
@@ -392,7 +392,7 @@ def test_plans_of_the_others(body, copied, rewritten, context_error) -> None:
     plan = planned(app_of(a=make_planner()), model="a", **body)
     assert plan["context_error"] is context_error
     own = plan["data"][0]
-    assert (own["encoding"], own["key_frame"], own["own"]) == ("rope", "absolute", True)
+    assert (own["encoding"], own["key_storage"], own["own"]) == ("rope", "absolute", True)
     entries, keys = copied * ENTRIES, rewritten * ENTRIES // 2
     assert (own["copied_entries"], own["rewritten_entries"]) == (entries, keys)
     assert own["bytes_moved"] == 2 * (entries + keys) * 32
@@ -419,10 +419,10 @@ def test_a_plan_of_appending_says_what_one_token_writes_and_computes() -> None:
     assert rows["nope", "raw"]["work"]["flops"] == 0
 
 
-def test_a_frame_is_the_models_own() -> None:
-    plan = planned(app_of(a=make_planner(frame="block")), **SHIFT)
+def test_a_storage_is_the_models_own() -> None:
+    plan = planned(app_of(a=make_planner(storage="block")), **SHIFT)
     own = plan["data"][0]
-    assert (own["key_frame"], own["capability"], own["bytes_moved"]) == ("block", "free", 0)
+    assert (own["key_storage"], own["capability"], own["bytes_moved"]) == ("block", "free", 0)
 
 
 def test_encodings_that_such_a_model_cannot_have_are_left_out() -> None:
@@ -484,9 +484,9 @@ def test_plans_name_their_model() -> None:
         assert error_of(ask(app, "POST", "/v1/cache/plan", json=body), 404)["param"] == "model"
 
 
-@pytest.mark.parametrize("frame", ["absolute", "block"])
+@pytest.mark.parametrize("storage", ["absolute", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, frame) -> None:
+def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, storage) -> None:
     """And touches no cache."""
     folder = save(random_model(llama()), tmp_path / "llama")
     flags = [
@@ -497,7 +497,7 @@ def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, frame) -> N
         "--max-model-len",
         "64",
         "--encoding-option",
-        f"frame={frame}",
+        f"storage={storage}",
     ]
     (loaded,) = load_models(configured(str(folder), *flags), Metrics())
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
@@ -512,14 +512,14 @@ def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, frame) -> N
     own = planned(app, **body)["data"][0]
     assert looked(app) == stood
     report = shift.report
-    assert (own["capability"], own["key_frame"]) == (report.capability.value, frame)
+    assert (own["capability"], own["key_storage"]) == (report.capability.value, storage)
     assert (own["copied_entries"], own["rewritten_entries"], own["bytes_moved"]) == (
         report.copied,
         report.rewritten,
         report.bytes_moved,
     )
     moves = report.capability is not Capability.FREE
-    assert moves == (frame == "absolute") == (report.rewritten > 0)
+    assert moves == (storage == "absolute") == (report.rewritten > 0)
     assert (own["estimated_seconds"] > 0) == moves
 
 

@@ -68,7 +68,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         "b=y",
         *("--dtype", "float32", "--device", "cpu", "--encoding", "nope", "--attention", "sdpa"),
         *("--trust-encoding", "my.own:Rope", "--trust-encoding", "other:Rope"),
-        *("--encoding-option", "frame=block", "--encoding-option", "base=5e5", "--audit", "full"),
+        *("--encoding-option", "storage=block", "--encoding-option", "base=5e5", "--audit", "full"),
         *("--quantize", "int8", "--kv-dtype", "int8", "--kv-spill", "2GiB"),
         *("--max-mutated-blocks", "9"),
         *("--max-model-len", "8k", "--threads", "2", "--kv-memory", "1GiB", "--block-size", "32"),
@@ -86,7 +86,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
     assert given.models == (ModelSource("a", "x.gguf"), ModelSource("b", "y"))
     assert dataclasses.astuple(given.loading) == (
         *("float32", "int8", "cpu", "nope", ("my.own:Rope", "other:Rope")),
-        *((("frame", "block"), ("base", 5e5)), "sdpa", 8192, 2, file),
+        *((("storage", "block"), ("base", 5e5)), "sdpa", 8192, 2, file),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 2 << 30, 32, False, "full", 9)
     assert dataclasses.astuple(given.limits) == (3, 7, 1, 2.5)

@@ -33,8 +33,8 @@ VARIANTS = {  # what serves it, and whether it rewrites moved keys; None: it can
     "rope": ((), True),
     "rope in bfloat16": (("--dtype", "bfloat16"), True),
     "rope in 8 bits": (("--kv-dtype", "int8"), True),
-    "rope raw": (("--encoding-option", "frame=raw"), False),
-    "rope block": (("--encoding-option", "frame=block"), False),
+    "rope raw": (("--encoding-option", "storage=raw"), False),
+    "rope block": (("--encoding-option", "storage=block"), False),
     "t5": ((), False),
     "alibi": ((), False),
     "nope": ((), False),
@@ -316,7 +316,7 @@ def test_operations_do_what_was_predicted(server, operation, span, stays, shared
 
 
 def test_moved_keys_serve_as_those_that_never_carried_their_position(kernels):
-    """What rope rewrites gives the answers that it gives in frames where nothing is rewritten."""
+    """What rope rewrites gives the answers of key storages of which nothing is rewritten."""
     answers = []
     for variant in ("rope", "rope raw", "rope block"):
         with serving(load(variant), variant) as server:

@@ -132,8 +132,8 @@ def test_a_full_request_that_is_preempted_drops_before_it_is_computed():
     [
         (Capability.IMPOSSIBLE, Overflow.SHIFT, {}, "its positions are in its values"),
         (Capability.IMPOSSIBLE, Overflow.SLIDE, {}, "its positions are in its values"),
-        (Capability.REWRITE, Overflow.SLIDE, {}, "--encoding-option frame=block"),
-        (Capability.APPROXIMATE, Overflow.SLIDE, {}, "--encoding-option frame=block"),
+        (Capability.REWRITE, Overflow.SLIDE, {}, "--encoding-option storage=block"),
+        (Capability.APPROXIMATE, Overflow.SLIDE, {}, "--encoding-option storage=block"),
         (Capability.FREE, Overflow.SHIFT, {"prompt_logprobs": 0}, "echo"),
     ],
 )

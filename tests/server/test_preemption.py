@@ -84,8 +84,8 @@ def test_a_thousand_requests(encoding, stored, seeded, kernels):
 @pytest.mark.parametrize(
     ("encoding", "flags"),
     [
-        ("rope", ("--encoding-option", "frame=block", "--dtype", "bfloat16")),
-        ("rope", ("--encoding-option", "frame=raw", "--dtype", "bfloat16")),
+        ("rope", ("--encoding-option", "storage=block", "--dtype", "bfloat16")),
+        ("rope", ("--encoding-option", "storage=raw", "--dtype", "bfloat16")),
         ("t5", ("--encoding-option", "form=materialised", "--dtype", "bfloat16")),
         ("rope", ("--quantize", "int8", "--dtype", "bfloat16")),
         ("alibi", ("--block-size", "4", "--no-prefix-sharing", "--dtype", "float32")),
@@ -107,7 +107,7 @@ def test_an_encoder_decoder(stored, tmp_path, kernels):
     ("encoding", "overflow", "flags"),
     [
         ("rope", Overflow.SHIFT, ()),
-        ("rope", Overflow.SLIDE, ("--encoding-option", "frame=block", "--kv-dtype", "int8")),
+        ("rope", Overflow.SLIDE, ("--encoding-option", "storage=block", "--kv-dtype", "int8")),
         pytest.param("t5", Overflow.SHIFT, (), marks=pytest.mark.full),
         pytest.param("alibi", Overflow.SLIDE, (), marks=pytest.mark.full),
         pytest.param("nope", Overflow.SHIFT, ("--kv-dtype", "int8"), marks=pytest.mark.full),

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 
 # Which coordinates of a head form a pair: i with i + width/2, or 2i with 2i + 1.
 Layout = Literal["half", "interleaved"]
@@ -38,15 +38,15 @@ class Rotation:
     """The rotation left to an attention backend: of queries, and of stored keys.
 
     A query at position m and a key at position base + offset must be scored as if both were
-    rotated by their positions. A raw key is rotated by its position. A key of the block frame was
+    rotated by their positions. A raw key is rotated by its position. A key in block storage was
     rotated by its offset when it was stored, so its block's base is what is left; or instead the
     query is rotated, once per block, by m - base: R(m - base)ᵀ R(offset) = R(m)ᵀ R(base + offset).
     """
 
-    cos: Tensor  # [positions, pairs] float32; in the raw frame times a scaling's magnitude
+    cos: Tensor  # [positions, pairs] float32; in raw storage times a scaling's magnitude
     sin: Tensor
     layout: Layout
-    frame: KeyFrame  # RAW or BLOCK
+    storage: KeyStorage  # RAW or BLOCK
     magnitude: float = 1.0  # further factor on the rotated coordinates of queries
 
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
@@ -59,6 +59,6 @@ class Rotation:
 
         Slots that hold no token may have any position: their rotation is meaningless.
         """
-        lacking = positions if self.frame is KeyFrame.RAW else positions - offsets
+        lacking = positions if self.storage is KeyStorage.RAW else positions - offsets
         lacking = lacking.clamp(0, len(self.cos) - 1)
         return rotate_pairs(keys, self.cos[lacking], self.sin[lacking], self.layout)

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation
 from ropewalk.model.kernels.cpu.bindings import ATTENTION_SUFFIXES, AttendArguments, Kernels
 
-# The kernel's codes for frames of stored keys that attention still has to rotate.
-FRAMES = {KeyFrame.RAW: 1, KeyFrame.BLOCK: 2}
+# The kernel's codes for key storages that attention still has to rotate.
+STORAGES = {KeyStorage.RAW: 1, KeyStorage.BLOCK: 2}
 
 
 class CpuBackend:
@@ -113,7 +113,7 @@ class CpuAttention:
             cosines, sines = (table.to(wide).contiguous() for table in (rotation.cos, rotation.sin))
             arguments.cosines, arguments.sines = cosines.data_ptr(), sines.data_ptr()
             arguments.pairs = cosines.shape[1]
-            arguments.frame = FRAMES[rotation.frame]
+            arguments.storage = STORAGES[rotation.storage]
             arguments.interleaved = int(rotation.layout == "interleaved")
             arguments.magnitude = rotation.magnitude
             tensors += (cosines, sines)

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import Attend as AttendPaged
 from ropewalk.model.attention.base import AttentionBackend
 from ropewalk.model.config import Activation
@@ -459,9 +459,9 @@ class Lowering:
     def _rotate(self, op: Rotate) -> None:
         q, k = self.in_place(op)
         rope = tables_of(op.encoding, op.head_dim)
-        if rope is None or rope.key_frame is KeyFrame.RAW:
+        if rope is None or rope.key_storage is KeyStorage.RAW:
             return
-        by_offset = rope.key_frame is KeyFrame.BLOCK
+        by_offset = rope.key_storage is KeyStorage.BLOCK
         self.emit(
             Kind.ROTATE,
             Part.POSITION,

@@ -56,7 +56,7 @@ def attend(
     CAUSAL: tl.constexpr,
     SCALED: tl.constexpr,  # keys and values are 8-bit, each to be multiplied by its scale
     BIAS: tl.constexpr,  # none, linear, table, key or dense
-    FRAME: tl.constexpr,  # none, raw or block: the frame of stored keys, if they are rotated here
+    STORAGE: tl.constexpr,  # none, raw or block: of keys that are rotated here
     PAIRS: tl.constexpr,  # of coordinates that are rotated here
     INTERLEAVED: tl.constexpr,
     SPLIT: tl.constexpr,  # keys per split, for requests of one row; 0: for all others, unsplit
@@ -103,7 +103,7 @@ def attend(
     left = pair * 2 if INTERLEAVED else pair
     right = left + (1 if INTERLEAVED else PAIRS)
     beyond = 2 * PAIRS + tl.arange(0, REST)  # unrotated coordinates, where others are rotated
-    if FRAME == "none":
+    if STORAGE == "none":
         inside = live[:, None] & (dim < HEAD_DIM)[None, :]
         whole = tl.load(query + dim[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
     else:
@@ -133,13 +133,13 @@ def attend(
         key_at = base.to(tl.int32) + offset
 
         stored = keys + entry[None, :]
-        if FRAME == "none":
+        if STORAGE == "none":
             columns = tl.load(
                 stored + dim[:, None], mask=(dim < HEAD_DIM)[:, None] & used[None, :], other=0.0
             )
             scores = tl.dot(whole, columns.to(FACTOR), input_precision="ieee")
         else:
-            lacking = key_at if FRAME == "raw" else base.to(tl.int32)
+            lacking = key_at if STORAGE == "raw" else base.to(tl.int32)
             key_a, key_b = _rotated(
                 stored + left[:, None],
                 stored + right[:, None],

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
 from ropewalk.model.encodings.rope import RoPE
@@ -35,7 +35,7 @@ class TritonStore:
 
     def __init__(self, rope: RoPE | None) -> None:
         """`rope`: whose tables rotate; None for an encoding that does not."""
-        self.rope = rope if rope is not None and rope.key_frame is not KeyFrame.RAW else None
+        self.rope = rope if rope is not None and rope.key_storage is not KeyStorage.RAW else None
         if self.rope is not None:
             self.tables = self.rope.cos.contiguous(), self.rope.sin.contiguous()
         # Imported by name, and only here: machines without a GPU have no Triton.
@@ -56,9 +56,9 @@ class TritonStore:
         rows, kv_heads, head_dim = k.shape
         at, cos, sin, pairs = batch.offsets, q, q, 0  # placeholders, which are not read
         if rope is not None:
-            at = batch.offsets if rope.key_frame is KeyFrame.BLOCK else batch.positions
+            at = batch.offsets if rope.key_storage is KeyStorage.BLOCK else batch.positions
             (cos, sin), pairs = self.tables, rope.cos.shape[1]
-        rotates = rope is not None and rope.key_frame is KeyFrame.ABSOLUTE
+        rotates = rope is not None and rope.key_storage is KeyStorage.ABSOLUTE
         heads = q.shape[1] if rotates else 0
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device) if rotates else q
         scales = kv[2:] if isinstance(kv, Int8LayerKV) else kv

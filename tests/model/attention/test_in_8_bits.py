@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ropewalk.cache.kv import LayerKV
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
@@ -21,10 +21,10 @@ from tests.products import pairs
 # In bfloat16 sdpa rounds what it dequantises, and all of them their answer.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.03}
 SHORT = [(30, 1), (17, 2), (0, 9)]  # for Triton's interpreter
-FRAMES = {
-    KeyFrame.ABSOLUTE: {},
-    KeyFrame.RAW: {"layout": "interleaved", "width": 8},
-    KeyFrame.BLOCK: {"width": 16},
+STORAGES = {
+    KeyStorage.ABSOLUTE: {},
+    KeyStorage.RAW: {"layout": "interleaved", "width": 8},
+    KeyStorage.BLOCK: {"width": 16},
 }
 
 
@@ -54,32 +54,32 @@ def test_every_bias(head_dim, heads, block_size, window, dtype, kernels):
             assert (found - exact).abs().max() < TOLERANCE[dtype]
 
 
-@pairs(frame=KeyFrame, head_dim=[16, 40], dtype=TOLERANCE)
-def test_every_frame(frame, head_dim, dtype, kernels):
+@pairs(storage=KeyStorage, head_dim=[16, 40], dtype=TOLERANCE)
+def test_every_storage(storage, head_dim, dtype, kernels):
     """Keys are rounded as they are stored, turned or not, and turned from there."""
     given = spec(6, 2, head_dim, dtype)
-    q, kv, batch, rope = turned(given, frame, LENGTHS)
+    q, kv, batch, rope = turned(given, storage, LENGTHS)
     exact = exactly(given, q, kv, batch, None, rope.rotation())
     for backend in backends(kernels, dtype):
         found = backend(given)(q, in_8_bits(kv), batch, None, rope.rotation())
         assert (found - exact).abs().max() < TOLERANCE[dtype]
 
 
-def turned(given, frame, lengths):
-    """A problem at bases with gaps, its queries and keys as the frame has them."""
+def turned(given, storage, lengths):
+    """A problem at bases with gaps, its queries and keys as the storage has them."""
     q, kv, batch = problem(given, 5, lengths)
     batch = placed(batch, in_order(batch, 5), 5)
-    rope = made(frame, given.dtype, **{"width": given.head_dim} | FRAMES[frame])
+    rope = made(storage, given.dtype, **{"width": given.head_dim} | STORAGES[storage])
     q, _ = rope.rotate(q, q, batch.positions, batch.offsets)
     return q, stored(kv, batch, 5, rope), batch, rope
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("frame", KeyFrame)
-def test_triton(frame, dtype):
+@pytest.mark.parametrize("storage", KeyStorage)
+def test_triton(storage, dtype):
     given = spec(6, 2, 40, dtype)
-    q, kv, batch, rope = turned(given, frame, SHORT)
+    q, kv, batch, rope = turned(given, storage, SHORT)
     bias = biases(6, batch)[2]
     exact = exactly(given, q, kv, batch, bias, rope.rotation())
     found = TritonHere(given)(q, in_8_bits(kv), batch, bias, rope.rotation())

@@ -1,4 +1,4 @@
-"""Keys in every frame, at any bases, meet queries as if both were turned at their positions."""
+"""Keys in every storage, at any bases, meet queries as if both were turned at their positions."""
 
 import random
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from ropewalk.cache.kv import LayerKV
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import TableBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
@@ -92,10 +92,10 @@ def stored(kv, batch, block_size, rope):
     return LayerKV(turned.view_as(kv.keys), kv.values)
 
 
-def made(frame, dtype=torch.float64, **changes):
+def made(storage, dtype=torch.float64, **changes):
     options = {"base": 100.0, "width": 64, "layout": "half", "context": CONTEXT, "device": CPU}
     kind = WideRoPE if dtype is torch.float64 else RoPE
-    return kind(**options | changes, frame=frame)
+    return kind(**options | changes, storage=storage)
 
 
 def expected(given, q, kv, batch, bias, rope, block_size):
@@ -123,18 +123,18 @@ ORDERS = {"in order": in_order, "shuffled": shuffled}
 
 
 @pairs(
-    frame=KeyFrame,
+    storage=KeyStorage,
     turning=TURNINGS,
     heads=[(2, 2), (6, 2), (8, 1)],
     block_size=[1, 5, 16],
     order=ORDERS,
 )
-def test_every_frame_equals_turning_by_hand(frame, turning, heads, block_size, order, kernels):
+def test_every_storage_equals_turning_by_hand(storage, turning, heads, block_size, order, kernels):
     (head_dim, turning), bases = TURNINGS[turning], ORDERS[order]
     given = spec(*heads, head_dim, torch.float64)
     q, kv, batch = problem(given, block_size, LENGTHS)
     batch = placed(batch, bases(batch, block_size), block_size)
-    rope = made(frame, **turning)
+    rope = made(storage, **turning)
     exact = expected(given, q, kv, batch, None, rope, block_size)
     kv = stored(kv, batch, block_size, rope)
     q, _ = rope.rotate(q, q, batch.positions, batch.offsets)
@@ -144,18 +144,18 @@ def test_every_frame_equals_turning_by_hand(frame, turning, heads, block_size, o
 
 
 @pairs(
-    frame=KeyFrame,
+    storage=KeyStorage,
     dtype=[torch.float32, torch.bfloat16],
     layout=["half", "interleaved"],
     causal=[True, False],
     window=[None, 7],
 )
-def test_narrower_numbers_windows_and_both_ways(frame, dtype, layout, causal, window, kernels):
+def test_narrower_numbers_windows_and_both_ways(storage, dtype, layout, causal, window, kernels):
     given = spec(6, 2, 64, dtype, window, causal)
     q, kv, batch = problem(given, 16, LENGTHS)
     batch = placed(batch, in_order(batch, 16), 16)
     bias = TableBias(torch.randn(6, 9, generator=torch.Generator().manual_seed(2)), zero=2)
-    rope = made(frame, dtype, layout=layout, scaling=scaling_from(YARN))
+    rope = made(storage, dtype, layout=layout, scaling=scaling_from(YARN))
     exact = expected(given, q, kv, batch, bias, rope, 16)
     kv = stored(kv, batch, 16, rope)
     q, _ = rope.rotate(q, q, batch.positions, batch.offsets)
@@ -169,9 +169,9 @@ def test_unused_slots_may_lie_past_the_table(kernels):
     given = spec(2, 1, 64, torch.float64)
     q, kv, batch = problem(given, 16, [(3, 1), (35, 1)])
     batch = placed(batch, torch.tensor([[32, 0, 0], [0, 16, 32]]), 16)
-    for frame in (KeyFrame.RAW, KeyFrame.BLOCK):
-        whole = made(frame).rotation()
-        tight = Rotation(whole.cos[:36], whole.sin[:36], whole.layout, frame)
+    for storage in (KeyStorage.RAW, KeyStorage.BLOCK):
+        whole = made(storage).rotation()
+        tight = Rotation(whole.cos[:36], whole.sin[:36], whole.layout, storage)
         for backend in backends(kernels):
             attend = backend(given)
             found, wanted = (attend(q, kv, batch, None, each) for each in (tight, whole))

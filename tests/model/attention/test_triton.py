@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ropewalk.cache.kv import LayerKV
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import choose
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
@@ -64,19 +64,19 @@ def test_a_long_request_of_one_row_is_split_and_merged(window):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("frame", "options"),
+    ("storage", "options"),
     [
-        (KeyFrame.RAW, {"layout": "interleaved", "width": 24}),
-        (KeyFrame.BLOCK, {"scaling": scaling_from(YARN), "width": 40}),
-        (KeyFrame.BLOCK, {"width": 6, "layout": "interleaved"}),
+        (KeyStorage.RAW, {"layout": "interleaved", "width": 24}),
+        (KeyStorage.BLOCK, {"scaling": scaling_from(YARN), "width": 40}),
+        (KeyStorage.BLOCK, {"width": 6, "layout": "interleaved"}),
     ],
 )
-def test_keys_that_still_turn(frame, options, dtype):
+def test_keys_that_still_turn(storage, options, dtype):
     """At bases with gaps, where half a head turns, all of it, or three pairs."""
     given = spec(6, 2, 40, dtype)
     q, kv, batch = problem(given, 5, LENGTHS)
     batch = placed(batch, in_order(batch, 5), 5)
-    rope = made(frame, dtype, **options)
+    rope = made(storage, dtype, **options)
     bias = TableBias(torch.randn(6, 9, generator=torch.Generator().manual_seed(2)), zero=2)
     exact = expected(given, q, kv, batch, bias, rope, 5)
     kv = stored(kv, batch, 5, rope)

@@ -9,7 +9,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.gptj import modeling_gptj
 from transformers.models.llama import modeling_llama
 
-from ropewalk.cache.types import Capability, KeyFrame, Op
+from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.encodings.base import EncodingError, EncodingSpec, create
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.rope import RoPE
@@ -205,11 +205,13 @@ def test_work_is_the_same_at_every_length():
     assert still.work(CONFIG, 9, 16) == PositionalWork()
 
 
-def test_work_by_frame():
+def test_work_by_storage():
     """40 keys in blocks of 16: the query turns once for each, or every key once more."""
 
-    def work(frame):
-        rope = create(EncodingSpec("rope", ROPE | {"frame": frame, "layers": [1]}), CONFIG, 16, CPU)
+    def work(storage):
+        rope = create(
+            EncodingSpec("rope", ROPE | {"storage": storage, "layers": [1]}), CONFIG, 16, CPU
+        )
         return rope.work(CONFIG, 40, 16)
 
     assert work("absolute").rotations == 6 + 2
@@ -221,25 +223,27 @@ def test_work_by_frame():
     )
 
 
-def test_what_moves_cost_by_frame():
-    for frame in KeyFrame:
-        rope = create(EncodingSpec("rope", ROPE | {"frame": frame}), CONFIG, 16, CPU)
-        assert rope.key_frame is frame
-        free = frame is not KeyFrame.ABSOLUTE
+def test_what_moves_cost_by_storage():
+    for storage in KeyStorage:
+        rope = create(EncodingSpec("rope", ROPE | {"storage": storage}), CONFIG, 16, CPU)
+        assert rope.key_storage is storage
+        free = storage is not KeyStorage.ABSOLUTE
         for op in (Op.EVICT_RENUMBER, Op.MOVE_SPAN):
             assert (rope.capability(op, torch.float32) is Capability.FREE) == free
             rounds = Capability.FREE if free else Capability.APPROXIMATE
             assert rope.capability(op, torch.int8) is rope.capability(op, torch.bfloat16) is rounds
         assert (rope.rotation() is None) == (not free)
         assert rope.for_layer(0) is rope
-    mixed = create(EncodingSpec("rope", ROPE | {"frame": "raw", "layers": [0]}), CONFIG, 16, CPU)
+    mixed = create(EncodingSpec("rope", ROPE | {"storage": "raw", "layers": [0]}), CONFIG, 16, CPU)
     assert mixed.for_layer(1).rotation() is None
 
 
 def test_angles_of_a_block_are_exact_and_others_rounded_as_published():
     """At position 4,000 the fastest pair's float32 angle may be off by 1e-4."""
     exact = torch.cos(4000 * made().frequencies.double())
-    block = RoPE(base=1e4, width=8, layout="half", context=5000, device=CPU, frame=KeyFrame.BLOCK)
+    block = RoPE(
+        base=1e4, width=8, layout="half", context=5000, device=CPU, storage=KeyStorage.BLOCK
+    )
     assert (block.cos[4000] - exact).abs().max() < 1e-7
     assert torch.equal(made().cos[4000], torch.cos(4000 * made().frequencies))
 
@@ -261,7 +265,7 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"factor": 2.0}, "takes the options base, width and layout, and optionally scaling"),
         ({"layers": [0, 3]}, r"indices from 0 to 2, but are \[0, 3\]"),
         ({"scaling": {"type": "ntk"}}, "'ntk'"),
-        ({"frame": "page"}, "frame must be one of absolute, raw, block, but is 'page'"),
+        ({"storage": "page"}, "storage must be one of absolute, raw, block, but is 'page'"),
     ],
 )
 def test_options_are_checked(changes, words):

@@ -1,7 +1,7 @@
 """Compiles the Triton kernels, as the backend launches them, for a GPU that need not exist.
 
 Run by test_triton_attention.py, because one process cannot use both interpreter and compiler:
-python -m tests.model.kernels.compile_triton CAPABILITY SHARED DTYPE HEAD_DIM BIAS FRAME [int8]
+python -m tests.model.kernels.compile_triton CAPABILITY SHARED DTYPE HEAD_DIM BIAS STORAGE [int8]
 with SHARED bytes of shared memory.
 """
 
@@ -11,7 +11,7 @@ from typing import get_args
 
 import torch
 
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.encodings.common.rotary import Layout
 from ropewalk.model.kernels.triton import (
     attention_kernels,
@@ -31,7 +31,7 @@ from tests.model.in_8_bits import in_8_bits as rounded
 from tests.model.kernels.no_gpu import AsOnGPU, NoGPU
 
 
-def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
+def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
     gpu = NoGPU(int(capability), int(shared))
     dtype, head_dim, in_8_bits = getattr(torch, dtype), int(head_dim), stored == "int8"
     given = spec(32, 8, head_dim, dtype)
@@ -40,11 +40,11 @@ def main(capability, shared, dtype, head_dim, bias, frame, stored=""):
     attend = TritonAttention(given)
     attend.tile_bytes = tile_bytes(int(shared))
     attend.kernels = on_gpu(attention_kernels, "attend", "merge")
-    rope = made(KeyFrame(frame), dtype, width=head_dim)
+    rope = made(KeyStorage(storage), dtype, width=head_dim)
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
 
     for layout in (*get_args(Layout), None):
-        half = layout and made(KeyFrame.ABSOLUTE, dtype, layout=layout, width=head_dim // 2)
+        half = layout and made(KeyStorage.ABSOLUTE, dtype, layout=layout, width=head_dim // 2)
         store = TritonStore(half)
         store.kernels = on_gpu(store_kernels, "store")
         store(q, q[:, :8], q[:, 8:16], batch, kv)

@@ -37,7 +37,7 @@ def compile(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "bias", "frame"),
+    ("capability", "dtype", "head_dim", "bias", "storage"),
     combined(
         SHARED,
         ("bfloat16", "float32"),
@@ -47,8 +47,8 @@ def compile(tmp_path_factory):
         always=lambda *each: each == (86, "bfloat16", 128, 4, "block"),
     ),
 )
-def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, frame, compile):
-    compiled(compile, capability, dtype, head_dim, bias, frame)
+def test_kernels_compile_for_a_gpu(capability, dtype, head_dim, bias, storage, compile):
+    compiled(compile, capability, dtype, head_dim, bias, storage)
 
 
 @pytest.mark.parametrize(

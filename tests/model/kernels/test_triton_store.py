@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ropewalk.cache.kv import KVCache
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import LinearBias
 from ropewalk.model.encodings.common.rope_scaling import scaling_from
@@ -35,9 +35,9 @@ def triton():
     pytest.importorskip("triton", reason="Triton is not installed")
 
 
-def rope(width, layout="half", frame=KeyFrame.ABSOLUTE, **options):
+def rope(width, layout="half", storage=KeyStorage.ABSOLUTE, **options):
     given = {"base": 100.0, "context": CONTEXT, "device": DEVICE} | options
-    return RoPE(width=width, layout=layout, frame=frame, **given)
+    return RoPE(width=width, layout=layout, storage=storage, **given)
 
 
 def projected(head_dim, dtype=torch.float32, heads=9, kv_heads=3, rows=4):
@@ -98,10 +98,10 @@ def test_it_stores_what_torch_does(size, layout, dtype):
     check(rope(width, layout), *projected(head_dim, dtype))
 
 
-@pairs(size=SIZES, layout=LAYOUTS, frame=[KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
-def test_in_8_bits_to_the_bit(size, layout, frame):
+@pairs(size=SIZES, layout=LAYOUTS, storage=[KeyStorage.ABSOLUTE, KeyStorage.BLOCK])
+def test_in_8_bits_to_the_bit(size, layout, storage):
     head_dim, width = size
-    check(rope(width, layout, frame), *projected(head_dim), torch.int8)
+    check(rope(width, layout, storage), *projected(head_dim), torch.int8)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.int8])
@@ -120,17 +120,17 @@ def test_any_number_of_heads(heads, kv_heads, stored):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("frame", [KeyFrame.BLOCK, KeyFrame.RAW])
-def test_frames_in_which_queries_stay(layout, frame):
-    original = rope(6, layout, frame)
+@pytest.mark.parametrize("storage", [KeyStorage.BLOCK, KeyStorage.RAW])
+def test_storages_in_which_queries_stay(layout, storage):
+    original = rope(6, layout, storage)
     given = projected(10)
     check(original, *given)
     assert in_triton(original)(*given, BATCH, cache(given[1], torch.float32)) is given[0]
 
 
-@pytest.mark.parametrize("frame", [KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
-def test_magnitudes_of_scalings_come_in_once(frame):
-    original = rope(10, frame=frame, scaling=scaling_from(YARN))
+@pytest.mark.parametrize("storage", [KeyStorage.ABSOLUTE, KeyStorage.BLOCK])
+def test_magnitudes_of_scalings_come_in_once(storage):
+    original = rope(10, storage=storage, scaling=scaling_from(YARN))
     assert original.magnitude > 1.1
     check(original, *projected(10))
 
@@ -167,11 +167,11 @@ def test_zeros_in_8_bits():
     check(rope(6), q, k, v, torch.int8)
 
 
-@pytest.mark.parametrize("frame", KeyFrame)
-def test_no_rows(frame):
+@pytest.mark.parametrize("storage", KeyStorage)
+def test_no_rows(storage):
     q, k, v = projected(10, rows=0)
     kv = cache(k, torch.float32)
-    assert in_triton(rope(6, frame=frame))(q, k, v, NOTHING, kv).shape == q.shape
+    assert in_triton(rope(6, storage=storage))(q, k, v, NOTHING, kv).shape == q.shape
     assert all((part == 77).all() for part in kv)
 
 
@@ -187,7 +187,7 @@ class Counting:
         return self.store_itself[grid]
 
 
-@pytest.mark.parametrize("encoding", [*(rope(6, frame=frame) for frame in KeyFrame), None])
+@pytest.mark.parametrize("encoding", [*(rope(6, storage=storage) for storage in KeyStorage), None])
 @pytest.mark.parametrize("stored", [torch.float32, torch.int8])
 def test_one_launch(encoding, stored):
     storing = in_triton(encoding)

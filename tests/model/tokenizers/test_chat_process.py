@@ -51,7 +51,11 @@ def made(source):
     """A template, and the ids of its processes."""
     before = processes()
     template = ChatTemplate(source, {})
-    return template, processes() - before
+    end = time.monotonic() + 5
+    # A process that has just begun has no command line for a moment.
+    while len(own := processes() - before) < 2 and time.monotonic() < end:
+        time.sleep(0.001)
+    return template, own
 
 
 def ended(pid, seconds=5.0):

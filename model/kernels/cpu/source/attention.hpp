@@ -1,4 +1,4 @@
-// Attention over the paged cache: any bias, any key frame, several queries per request.
+// Attention over the paged cache: any bias, any key storage, several queries per request.
 
 #pragma once
 
@@ -103,7 +103,7 @@ void attend_stored(Team &team, const AttendArguments &a) {
   typedef typename RealOf<T>::type Real;
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<S, bf16>) {
-    if (a.frame == kNothing) return attend_with<T, S, PairedKeys, PairedValues>(team, a);
+    if (a.storage == kNothing) return attend_with<T, S, PairedKeys, PairedValues>(team, a);
     return attend_with<T, S, WidenedKeys<Real, S>, PairedValues>(team, a);
   }
 #endif

@@ -32,7 +32,7 @@ extern "C" struct AttendArguments {
   const int64_t *kept;  // [kept_rows] rows of q whose output is needed, or null: all
   int64_t kept_rows;
   const void *cosines, *sines;  // [positions, pairs], in the type of the arithmetic
-  int64_t pairs, frame, interleaved;
+  int64_t pairs, storage, interleaved;
   double scale, magnitude;
 };
 // What is left to rotate stored keys by, when queries are not rotated yet.
@@ -156,7 +156,7 @@ class Attending {
   void load_query(int64_t head, int64_t query, Real scale, bool rotated, Real *to) const {
     const T *from = static_cast<const T *>(a_.q) + place(head, query);
     for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * scale;
-    if (a_.frame != kNothing)
+    if (a_.storage != kNothing)
       for (int64_t d = 0; d < 2 * a_.pairs; ++d) to[d] *= Real(a_.magnitude);
     if (rotated) rotate_head(to, to, position(query));
   }
@@ -175,7 +175,7 @@ class Attending {
 
   void rotate_key(const Chunk &chunk, int64_t head, int64_t n, Real *to) const {
     rotate_head(key(chunk, head, n), to,
-              a_.frame == kPosition ? chunk.positions[n] : chunk.bases[n]);
+              a_.storage == kPosition ? chunk.positions[n] : chunk.bases[n]);
   }
 
   // Locates `count` keys from index `first` on: their entries and positions.

@@ -74,11 +74,11 @@ class FewQueries : Attending<Real, S, 32> {
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
     q_ = q_buffer_.grow(queries * dim);
     row_ = row_buffer_.grow(dim);
-    rotated_ = a_.frame == kNothing ? nullptr : rotated_buffer_.grow(kKeys * kFew * dim);
+    rotated_ = a_.storage == kNothing ? nullptr : rotated_buffer_.grow(kKeys * kFew * dim);
     for (int64_t h = 0; h < piece.heads; ++h)
       for (int64_t r = 0; r < piece.count; ++r) {
-        this->template load_query<T>(h, r, Real(a_.scale), a_.frame == kPosition, row_);
-        if (a_.frame == kNothing)
+        this->template load_query<T>(h, r, Real(a_.scale), a_.storage == kPosition, row_);
+        if (a_.storage == kNothing)
           lay_out(row_, query(h, r));
         else
           std::copy(row_, row_ + dim, query(h, r));
@@ -234,12 +234,12 @@ class FewQueries : Attending<Real, S, 32> {
 
   // Rotates keys of the chunk, or queries once for each of its blocks, where these are fewer.
   void rotate(int64_t head) {
-    if (a_.frame == kPosition)
+    if (a_.storage == kPosition)
       for (int64_t n = 0; n < chunk_->count; ++n) {
         fetch_one(keys_ahead_);
         this->rotate_key(*chunk_, head, n, rotated_ + n * a_.head_dim);
       }
-    if (a_.frame != kBase) return;
+    if (a_.storage != kBase) return;
     Real *to = rotated_;  // [block of the chunk, kFew, head_dim]
     for (int64_t n = 0; n < chunk_->count; ++n) {
       if (n == 0 || chunk_->bases[n] != chunk_->bases[n - 1]) {
@@ -261,10 +261,10 @@ class FewQueries : Attending<Real, S, 32> {
       return keys + here[i] * dim;
     };
     const auto all_alike = [q = query(head, 0)](int64_t) { return q; };
-    if (a_.frame == kPosition)
+    if (a_.storage == kPosition)
       multiply<kFew>([&](int64_t i) { return rotated_ + (n + i) * dim(); }, all_alike, count,
                      scores);
-    else if (a_.frame == kBase)
+    else if (a_.storage == kBase)
       multiply<kFew>(as_stored, [&](int64_t i) { return facing_[n + i]; }, count, scores);
     else
       multiply<kFew>(as_stored, all_alike, count, scores);

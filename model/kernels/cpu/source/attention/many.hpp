@@ -67,7 +67,7 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
     std::fill(values_, values_ + kKeys * panels_ * kPanel, typename Values::Number{});
     tile_ = tile_buffer_.grow(kRows * a_.head_dim);
-    rotated_ = a_.frame == kNothing ? nullptr : rotated_buffer_.grow(kLanes * a_.head_dim);
+    rotated_ = a_.storage == kNothing ? nullptr : rotated_buffer_.grow(kLanes * a_.head_dim);
   }
 
   // q_ [tile, steps_, queries of the tile].
@@ -76,7 +76,7 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
     for (int64_t at = 0; at < piece_.count; at += kRows) {
       const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
       for (int64_t r = 0; r < queries; ++r)
-        this->template load_query<T>(0, at + r, query_scale_, a_.frame != kNothing,
+        this->template load_query<T>(0, at + r, query_scale_, a_.storage != kNothing,
                                      tile_ + r * a_.head_dim);
       Keys::fill_queries(tile_, a_.head_dim, queries, q_ + at * steps_);
     }
@@ -89,7 +89,7 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
       KeyNumber *to = panel_of_key(n) + n % kPanel * Keys::kInputs;
       const auto stored = [&](int64_t i) { return this->key(chunk_, 0, n + i); };
       if constexpr (std::is_same_v<KeyNumber, Real>)
-        if (a_.frame != kNothing) {
+        if (a_.storage != kNothing) {
           for (int64_t i = 0; i < count; ++i)
             this->rotate_key(chunk_, 0, n + i, rotated_ + i * a_.head_dim);
           const auto rotated = [&](int64_t i) { return rotated_ + i * a_.head_dim; };

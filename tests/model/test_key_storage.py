@@ -1,11 +1,11 @@
-"""RoPE's key frames: what is stored in each, and that logits do not tell them apart."""
+"""RoPE's key storages: what is stored in each, and that logits do not tell them apart."""
 
 import random
 
 import pytest
 import torch
 
-from ropewalk.cache.types import KeyFrame
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
@@ -22,7 +22,7 @@ TURNING = {
 }
 EXACT = 1e-10
 # On average over logits whose deviation is 1.8: at most 2e-6 when this was written. The largest
-# difference is 2e-5, as large as between two backends in one frame.
+# difference is 2e-5, as large as between two backends with one storage.
 ROUNDED = 1e-5
 
 
@@ -35,11 +35,11 @@ def backends(kernels):
     return dict(zip(BACKENDS, made, strict=True))
 
 
-def framed(frame, backend=ReferenceAttention, dtype=torch.float64, **options):
-    """The same decoder in every frame. In float64 angles are exact, as two must add up to one."""
+def with_storage(storage, backend=ReferenceAttention, dtype=torch.float64, **options):
+    """The same decoder with any storage. In float64 angles are exact, as two must add up to one."""
     encoding = "rope-block" if dtype is torch.float64 else "rope"
     assert (ENCODINGS[encoding].name == WIDE_ROPE) == (dtype is torch.float64)
-    return tiny(encoding, backend, dtype, options={**ROPE, **options, "frame": frame})
+    return tiny(encoding, backend, dtype, options={**ROPE, **options, "storage": storage})
 
 
 def computed(decoder, path):
@@ -49,9 +49,9 @@ def computed(decoder, path):
 
 
 @pytest.mark.parametrize(
-    ("frame", "turning", "path", "backend"),
+    ("storage", "turning", "path", "backend"),
     combined(
-        (KeyFrame.RAW, KeyFrame.BLOCK),
+        (KeyStorage.RAW, KeyStorage.BLOCK),
         TURNING,
         ("prefill", "decode", "ragged"),
         BACKENDS,
@@ -59,11 +59,11 @@ def computed(decoder, path):
         always=lambda _, __, path, ___: path == "ragged",
     ),
 )
-def test_frames_give_the_same_logits(frame, turning, path, backend, backends):
+def test_storages_give_the_same_logits(storage, turning, path, backend, backends):
     def difference(dtype):
         absolute, other = (
-            computed(framed(each, backends[backend], dtype, **TURNING[turning]), path)
-            for each in (KeyFrame.ABSOLUTE, frame)
+            computed(with_storage(each, backends[backend], dtype, **TURNING[turning]), path)
+            for each in (KeyStorage.ABSOLUTE, storage)
         )
         return (other - absolute).double()
 
@@ -71,12 +71,12 @@ def test_frames_give_the_same_logits(frame, turning, path, backend, backends):
     assert difference(torch.float32).square().mean().sqrt() <= ROUNDED
 
 
-@pairs(frame=KeyFrame, turning=TURNING, dtype=[torch.float32, torch.bfloat16])
-def test_kernels_keep_the_frame(frame, turning, dtype, kernels):
-    decoder = framed(frame, CpuBackend(kernels), dtype, **TURNING[turning])
+@pairs(storage=KeyStorage, turning=TURNING, dtype=[torch.float32, torch.bfloat16])
+def test_kernels_keep_the_storage(storage, turning, dtype, kernels):
+    decoder = with_storage(storage, CpuBackend(kernels), dtype, **TURNING[turning])
     before = run_uncached(decoder, TOKENS)
     decoder = on_kernels(decoder, kernels)
-    assert decoder.encoding.key_frame is frame
+    assert decoder.encoding.key_storage is storage
     allowed = 1e-4 if dtype is torch.float32 else 0.5  # of logits whose deviation is 1.8
     assert (run_uncached(decoder, TOKENS) - before).abs().max() < allowed
 
@@ -106,26 +106,30 @@ def projected(decoder, base):
 
 @pytest.mark.parametrize("turning", TURNING)
 def test_raw_keys_are_stored_as_projected(turning):
-    kept, made = projected(framed(KeyFrame.RAW, **TURNING[turning]), 90)
+    kept, made = projected(with_storage(KeyStorage.RAW, **TURNING[turning]), 90)
     assert torch.equal(kept, made)
-    for frame in (KeyFrame.ABSOLUTE, KeyFrame.BLOCK):
-        kept, made = projected(framed(frame, **TURNING[turning]), 90)
+    for storage in (KeyStorage.ABSOLUTE, KeyStorage.BLOCK):
+        kept, made = projected(with_storage(storage, **TURNING[turning]), 90)
         assert not torch.equal(kept, made)
 
 
 @pytest.mark.parametrize("turning", TURNING)
 def test_keys_of_a_block_do_not_depend_on_its_base(turning):
     """Of the first layer, bit by bit; deeper ones differ by how attention before them rounds."""
-    for frame, free in ((KeyFrame.BLOCK, True), (KeyFrame.RAW, True), (KeyFrame.ABSOLUTE, False)):
-        decoder = framed(frame, **TURNING[turning])
+    for storage, free in (
+        (KeyStorage.BLOCK, True),
+        (KeyStorage.RAW, True),
+        (KeyStorage.ABSOLUTE, False),
+    ):
+        decoder = with_storage(storage, **TURNING[turning])
         here, there = keys_at(decoder, 0), keys_at(decoder, 77)
         assert torch.equal(here[0], there[0]) == free
         assert ((here - there).abs().max() < 1e-10) == free
 
 
-@pytest.mark.parametrize("frame", [KeyFrame.ABSOLUTE, KeyFrame.BLOCK])
-def test_a_stored_key_has_grown_once(frame):
-    decoder = framed(frame, **TURNING["yarn"])
+@pytest.mark.parametrize("storage", [KeyStorage.ABSOLUTE, KeyStorage.BLOCK])
+def test_a_stored_key_has_grown_once(storage):
+    decoder = with_storage(storage, **TURNING["yarn"])
     kept, made = projected(decoder, 90)
     grown = kept.norm(dim=-1) / made.norm(dim=-1)
     assert decoder.encoding.magnitude > 1.1
