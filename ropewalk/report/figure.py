@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
@@ -159,6 +161,22 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
     high -= gap * (len(wanted) - 1)
     placed = [max(low, min(fmean(block), high)) for block in blocks for _ in block]
     return [at + i * gap for i, at in enumerate(placed)]
+
+
+def draw_spread(axes: "Axes", drawn: np.ndarray, examples: int) -> list[tuple[float, str, str]]:
+    """Draw the mean of curves [curves, distances], its spread and some of them, from distance 1 on.
+
+    Returns labels for `label_ends`.
+    """
+    x = range(1, drawn.shape[1])
+    low, high = np.quantile(drawn, [0.05, 0.95], axis=0)
+    mean = drawn.mean(axis=0)
+    axes.fill_between(x, low[1:], high[1:], color=SKY, alpha=0.35, linewidth=0)
+    for one in drawn[:examples]:
+        axes.plot(x, one[1:], color=GREY, linewidth=0.6)
+    axes.plot(x, mean[1:], color=BLUE)
+    ends = ((high, "95%", SKY), (mean, "mean", BLUE), (low, "5%", SKY))
+    return [(float(curve[-1]), label, color) for curve, label, color in ends]
 
 
 def label_ends(

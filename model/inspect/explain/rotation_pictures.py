@@ -22,11 +22,11 @@ from ropewalk.report.figure import (
     INK,
     MAP,
     ORANGE,
-    SKY,
     Omitted,
     Picture,
     axes_row,
     count_axis,
+    draw_spread,
     label_ends,
 )
 
@@ -188,21 +188,10 @@ def _draw_scores(
     middle.set(title="RoFormer's upper bound", ylabel="share of its value at distance 0")
     middle.set_ylim(0, None)
 
-    low, high = torch.quantile(drawn, torch.tensor([0.05, 0.95], dtype=torch.float64), dim=0)
-    right.fill_between(x, low[1:].numpy(), high[1:].numpy(), color=SKY, alpha=0.35, linewidth=0)
-    for one in drawn[:2]:
-        right.plot(x, one[1:].numpy(), color=GREY, linewidth=0.6)
-    right.plot(x, drawn.mean(dim=0)[1:].numpy(), color=BLUE)
+    ends = draw_spread(right, drawn.numpy(), examples=2)
     right.set(title="independent random vectors", ylabel="q · k / √head_dim")
     for axes in (left, middle, right):
         axes.set_xscale("log")
         axes.set(xlabel="distance (tokens)", xlim=(1, len(equal) - 1))
         count_axis(axes)
-    label_ends(
-        right,
-        [
-            (float(high[-1]), "95%", SKY),
-            (float(drawn[:, -1].mean()), "mean", BLUE),
-            (float(low[-1]), "5%", SKY),
-        ],
-    )
+    label_ends(right, ends)

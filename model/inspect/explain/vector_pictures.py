@@ -8,15 +8,14 @@ from ropewalk.model.formatting import listed
 from ropewalk.model.inspect.explain.subject import Subject
 from ropewalk.report.figure import (
     BLUE,
-    GREY,
     INK,
     MAP,
     ORANGE,
-    SKY,
     Omitted,
     Picture,
     axes_row,
     count_axis,
+    draw_spread,
     label_ends,
     one_axes,
 )
@@ -147,24 +146,11 @@ def _draw_scores(figure: Figure | SubFigure, table: Tensor) -> None:
     y = torch.randn(RANDOM, width, generator=generator, dtype=torch.float64)
     queried = x + table[-1]
     drawn = (queried @ table.t() + (queried * y).sum(1, keepdim=True)).flip(1) / width
-    low, high = torch.quantile(drawn, torch.tensor([0.05, 0.95], dtype=torch.float64), dim=0)
-    distances = range(1, len(table))
-    right.fill_between(
-        distances, low[1:].numpy(), high[1:].numpy(), color=SKY, alpha=0.35, linewidth=0
-    )
-    right.plot(distances, drawn[0, 1:].numpy(), color=GREY, linewidth=0.6)
-    right.plot(distances, drawn.mean(dim=0)[1:].numpy(), color=BLUE, linewidth=1.1)
+    ends = draw_spread(right, drawn.numpy(), examples=1)
     right.set(title="with random embeddings", ylabel="product per dimension")
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set(xlabel="distance (tokens)", xlim=(1, len(table) - 1))
         count_axis(axes)
     label_ends(left, labels)
-    label_ends(
-        right,
-        [
-            (float(high[-1]), "95%", SKY),
-            (float(drawn[:, -1].mean()), "mean", BLUE),
-            (float(low[-1]), "5%", SKY),
-        ],
-    )
+    label_ends(right, ends)
