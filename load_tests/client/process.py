@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from ropewalk.load_tests.client.client import Server, Unreachable, fetch
 
@@ -32,12 +33,18 @@ class StartFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A process in a group of its own, so that its children end with it."""
+    """A process in a group of its own, so that its children end with it. `with` stops it."""
 
     title: str
     words: Sequence[str]
     log: Path
     popen: "subprocess.Popen[bytes]"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
 
     async def answers(
         self, server: Server, tell: Callable[[str], object] = lambda line: None

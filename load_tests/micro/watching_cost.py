@@ -16,15 +16,14 @@ import json
 import os
 import random
 import re
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, fetch
-from ropewalk.load_tests.client.process import HOST, ServerProcess, free_port, start
+from ropewalk.load_tests.client.client import Server, fetch
+from ropewalk.load_tests.client.process import ServerProcess
+from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.report.statistics import median_of
 
 _GENERATED = re.compile(rb"^ropewalk_generated_tokens_total\{.*\} (\S+)$", re.MULTILINE)
@@ -117,16 +116,10 @@ async def compare(
 
 
 async def measured(args: argparse.Namespace) -> Sequence[tuple[Rate, Rate]]:
-    server = Server(HOST, free_port(), DIALECTS["openai"])
-    words = [sys.executable, "-m", "ropewalk", "serve", args.model, "--port", str(server.port)]
-    words += ["--max-seqs", str(args.clients), "--threads", str(args.threads), "--no-access-log"]
-    with tempfile.TemporaryDirectory() as folder:
-        process = start("the server", words, Path(folder) / "log")
-        try:
-            await process.answers(server)
-            return await compare(server, process, args)
-        finally:
-            process.stop()
+    words = [args.model, "--max-seqs", str(args.clients), "--threads", str(args.threads)]
+    with serve_alone(*words, "--no-access-log") as (server, process):
+        await process.answers(server)
+        return await compare(server, process, args)
 
 
 def main() -> None:

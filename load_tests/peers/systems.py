@@ -127,13 +127,11 @@ async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator
     port = process.free_port()
     words = shlex.split(system.command.format(port=port))
     began = time.monotonic()
-    started = process.start(system.name, words, logs / f"{system.name.replace(':', '-')}.log")
-    try:
+    log = logs / f"{system.name.replace(':', '-')}.log"
+    with process.start(system.name, words, log) as started:
         server = Server(process.HOST, port, system.dialect, timeout_s=timeout_s)
         await started.answers(server)
         yield Started(server, started.popen.pid, began)
-    finally:
-        started.stop()
 
 
 def resident_bytes(session: int) -> int:

@@ -196,8 +196,8 @@ async def _servers(
     for server in servers:
         words = [*PROGRAM, args.serve, "--host", server.host, "--port", str(server.port)]
         words += ["--threads", "1", "--kv-memory", args.kv_memory, "--kv-spill", "0"]
-        started = process.start(args.serve, words, logs / f"{server.port}.log")
-        stopping.callback(started.stop)
+        log = logs / f"{server.port}.log"
+        started = stopping.enter_context(process.start(args.serve, words, log))
         await started.answers(server, progress.note)
     return servers
 

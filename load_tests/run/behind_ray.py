@@ -139,9 +139,8 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "ropewalk.server.ray.proxy:middlewares",
     }
-    started = process.start("Ray", words, logs / "ray.log")
     server = Server(process.HOST, dashboard, DIALECTS["openai"], timeout_s=120, idle_s=120)
-    try:
+    with process.start("Ray", words, logs / "ray.log") as started:
         began = time.monotonic()
         while True:
             try:
@@ -152,8 +151,6 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
                     raise started.failed("did not start") from None
                 await asyncio.sleep(_POLL_S)
         yield Cluster(server, replace(server, port=proxy, timeout_s=60, idle_s=60))
-    finally:
-        started.stop()
 
 
 class Check:
@@ -225,12 +222,9 @@ async def one_server(model: str, sizes: Sizes, out: Path) -> Sent:
         server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=60)
         words = [*PROGRAM, model, "--host", server.host, "--port", str(server.port)]
         words += ["--kv-memory", str(2 * _KV), "--kv-spill", "0", "--dtype", "float32"]
-        started = process.start("the server", words, out / "server.log")
-        try:
+        with process.start("the server", words, out / "server.log") as started:
             await started.answers(server)
             (await send_all("one server", server, sizes)).save(path)
-        finally:
-            started.stop()
     return Sent.load(path)
 
 

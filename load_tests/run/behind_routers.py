@@ -205,8 +205,7 @@ class Running:
 
     async def _started(self, command: Command) -> ServerProcess:
         log = self._logs / f"{self._stack.title}, {command.title}.log"
-        started = process.start(command.title, command.words, log)
-        self._ended.callback(started.stop)
+        started = self._ended.enter_context(process.start(command.title, command.words, log))
         await started.answers(command.server)
         return started
 

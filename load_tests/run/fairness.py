@@ -9,15 +9,11 @@ other, small requests follow one another until the list is answered. They are ti
 import argparse
 import asyncio
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
-from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import (
-    DIALECTS,
     Server,
     Unreachable,
     complete,
@@ -28,7 +24,7 @@ from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.run.options import add, count
-from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
+from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.prompts import PromptMaker
 
 _KEYS = ("few", "many")
@@ -38,19 +34,14 @@ _PAUSE_S = 0.2  # between small requests: they are a person's, not a load
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    with terminated_as_interrupted(), tempfile.TemporaryDirectory() as folder:
-        server = Server(process.HOST, process.free_port(), DIALECTS["openai"])
-        words = [*PROGRAM, args.model, "--host", server.host, "--port", str(server.port)]
-        words += [word for key in _KEYS for word in ("--api-key", key)]
-        words += ["--max-queue-time", "3600", "--no-access-log", "--log-level", "warning"]
-        started = process.start("the server", words, Path(folder, "log"))
-        try:
+    words = [args.model, "--max-queue-time", "3600", "--no-access-log", "--log-level", "warning"]
+    words += [word for key in _KEYS for word in ("--api-key", key)]
+    try:
+        with serve_alone(*words) as (server, started):
             alone, beside = asyncio.run(_measure(args, server, started))
-        except (StartFailed, Unreachable) as error:
-            print(error, file=sys.stderr)
-            return 2
-        finally:
-            started.stop()
+    except (StartFailed, Unreachable) as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"alone: {summary(alone)}\nbeside {args.prompts} prompts: {summary(beside)}")
     return 0
 

@@ -14,20 +14,18 @@ import asyncio
 import os
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server, complete, get_json
+from ropewalk.load_tests.client.client import Server, complete, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
 from ropewalk.load_tests.run.options import add, count
-from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
+from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.arrivals import Driven, drive
 from ropewalk.load_tests.workload.prompts import PromptMaker
 
@@ -96,16 +94,12 @@ class Round:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    with terminated_as_interrupted(), tempfile.TemporaryDirectory() as folder:
-        server = Server(process.HOST, process.free_port(), DIALECTS["openai"])
-        started = process.start("the server", _command(args, server), Path(folder, "log"))
-        try:
+    try:
+        with serve_alone(*_words(args)) as (server, started):
             rounds = asyncio.run(_measure(args, server, started))
-        except StartFailed as error:
-            print(error, file=sys.stderr)
-            return 2
-        finally:
-            started.stop()
+    except StartFailed as error:
+        print(error, file=sys.stderr)
+        return 2
     print("\n".join(summary(rounds, args.max_queue_time)))
     return 0 if all(sound(each) for each in rounds) else 1
 
@@ -225,9 +219,9 @@ def _spent(stat: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _command(args: argparse.Namespace, server: Server) -> list[str]:
-    words = [*PROGRAM, args.model, "--host", server.host, "--port", str(server.port)]
-    words += ["--max-seqs", str(args.max_seqs), "--max-queue-time", str(args.max_queue_time)]
+def _words(args: argparse.Namespace) -> list[str]:
+    words = [args.model, "--max-seqs", str(args.max_seqs)]
+    words += ["--max-queue-time", str(args.max_queue_time)]
     words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the last is the client's
     return [*words, "--no-access-log", "--log-level", "warning"]
 

@@ -9,6 +9,7 @@ context, and a server asked for a longer one does not start. All others share on
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -89,8 +90,8 @@ async def serving(
     with terminated_as_interrupted(), ExitStack() as stopping:
         running: list[ServerProcess] = []
         for group in groups:
-            running.append(_start(source, group, logs, context, kv_bytes))
-            stopping.callback(running[-1].stop)
+            started = _start(source, group, logs, context, kv_bytes)
+            running.append(stopping.enter_context(started))
         for started in running:  # at exit all are interrupted before any is waited for
             stopping.callback(started.interrupt)
         for group, started in zip(groups, running, strict=True):
@@ -98,6 +99,22 @@ async def serving(
             if not group.own_context:
                 await _check_context(group, context)
         yield variants
+
+
+@contextmanager
+def serve_alone(*words: str, api_key: str | None = None) -> Iterator[tuple[Server, ServerProcess]]:
+    """`ropewalk serve WORDS` at a free port, perhaps not answering yet; stopped afterwards.
+
+    An interrupt or SIGTERM stops it, too. The process's `log` is there until then.
+    """
+    server = Server(process.HOST, process.free_port(), DIALECTS["openai"], api_key=api_key)
+    command = [*PROGRAM, *words, "--host", server.host, "--port", str(server.port)]
+    with (
+        terminated_as_interrupted(),
+        tempfile.TemporaryDirectory() as folder,
+        process.start("the server", command, Path(folder, "log")) as started,
+    ):
+        yield server, started
 
 
 async def flush(server: Server) -> None:

@@ -16,7 +16,6 @@ import json
 import random
 import re
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server, encode_request, fetch, get_json
+from ropewalk.load_tests.client.client import Server, encode_request, fetch, get_json
 from ropewalk.load_tests.client.exchange import Answer, exchange
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.run.options import add
-from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
+from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.prompts import WORDS
 
 MODELS = ("ropewalk-rope", "ropewalk-alibi", "ropewalk-t5")
@@ -321,21 +319,16 @@ def _rss(pid: int) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    server = Server(process.HOST, process.free_port(), DIALECTS["openai"], api_key=KEYS[0])
-    words = [*PROGRAM, *args.models, "--host", server.host, "--port", str(server.port), *_FLAGS]
-    for key in KEYS:
-        words += ["--api-key", key]
-    with terminated_as_interrupted(), tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "log")
-        started = process.start("the server", words, log)
-        try:
+    keys = [word for key in KEYS for word in ("--api-key", key)]
+    try:
+        with serve_alone(*args.models, *_FLAGS, *keys, api_key=KEYS[0]) as (server, started):
             wrong = asyncio.run(_soak(args, server, started))
-        except StartFailed as error:
-            print(error, file=sys.stderr)
-            return 2
-        finally:
-            started.stop()
-        errors = [line for line in log.read_text().splitlines() if " ERROR " in line]
+            started.stop()  # its last lines are of its end
+            log = started.log.read_text()
+    except StartFailed as error:
+        print(error, file=sys.stderr)
+        return 2
+    errors = [line for line in log.splitlines() if " ERROR " in line]
     wrong += [f"the log has {line}" for line in errors[:10]]
     print("\n".join(wrong or ["nothing leaked"]))
     return 1 if wrong else 0

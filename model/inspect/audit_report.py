@@ -93,9 +93,9 @@ def as_json(report: Report) -> dict[str, object]:
         "model": report.model,
         "note": report.note,
         "headline": HEADLINE,
-        "layers": config.num_layers,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "arms": [_arm(audit) for audit in report.audits],
     }

@@ -453,8 +453,8 @@ def _register(
         facts.encoding,
         {
             "kv_dtype": facts.kv_dtype,
-            "layers": str(shape.num_layers),
-            "kv_heads": str(shape.num_kv_heads),
+            "num_layers": str(shape.num_layers),
+            "num_kv_heads": str(shape.num_kv_heads),
             "head_dim": str(shape.head_dim),
             "trained_context": str(shape.trained_context),
         },

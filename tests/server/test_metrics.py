@@ -37,8 +37,8 @@ def metrics_of_toy() -> Metrics:
         "rope",
         {
             "kv_dtype": "bfloat16",
-            "layers": "2",
-            "kv_heads": "1",
+            "num_layers": "2",
+            "num_kv_heads": "1",
             "head_dim": "8",
             "trained_context": "512",
         },
@@ -121,8 +121,8 @@ def test_everything_starts_at_zero_and_exists():
     assert value(metrics, "kv_cache_bytes", kind="k") == 10 * 16 * 64 / 2
     assert value(metrics, "kv_cache_bytes", kind="v") == 10 * 16 * 64 / 2
     info = {
-        "block_size": "16", "num_blocks": "10", "kv_dtype": "bfloat16", "layers": "2",
-        "kv_heads": "1", "head_dim": "8", "bytes_per_token": "64", "trained_context": "512",
+        "block_size": "16", "num_blocks": "10", "kv_dtype": "bfloat16", "num_layers": "2",
+        "num_kv_heads": "1", "head_dim": "8", "bytes_per_token": "64", "trained_context": "512",
     }  # fmt: skip
     assert value(metrics, "cache_info", **info) == 1
 
