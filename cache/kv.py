@@ -171,6 +171,13 @@ def restored(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)
 
 
+def sent(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's memory on `device`, copied asynchronously."""
+    if device.type == "cuda":
+        host = host.pin_memory()  # or the copy would wait; torch frees it when the copy is done
+    return host.to(device, non_blocking=True)
+
+
 def tensor_on(
     device: torch.device, values: Sequence[object], dtype: torch.dtype = torch.int64
 ) -> Tensor:

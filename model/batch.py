@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ropewalk.cache.kv import sent
 from ropewalk.cache.manager import Table
 
 
@@ -146,8 +147,5 @@ class Cross:
 def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors, all of one dtype, on `device`; asynchronous, and the sources may be changed."""
     flat = torch.cat([each.flatten() for each in tensors])
-    if device.type == "cuda":
-        flat = flat.pin_memory()  # torch frees it when the copy is done
-    there = flat.to(device, non_blocking=True)
-    parts = torch.split(there, [each.numel() for each in tensors])
+    parts = torch.split(sent(flat, device), [each.numel() for each in tensors])
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk.cache.kv import tensor_on
+from ropewalk.cache.kv import sent, tensor_on
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.sampling import Ask, Picked
 
@@ -91,7 +91,7 @@ class Sampler:
         if masks is None:
             return rows
         bits = 1 << torch.arange(8, dtype=torch.uint8, device=rows.device)
-        found = (masks.to(rows.device, non_blocking=True)[:, :, None] & bits).flatten(1)
+        found = (sent(masks, rows.device)[:, :, None] & bits).flatten(1)
         return rows.masked_fill(found[:, : rows.shape[-1]] == 0, -torch.inf)
 
     def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> Drawn:

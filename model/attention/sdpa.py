@@ -18,7 +18,7 @@ class SdpaAttention:
     """Serves every spec: one call for all requests of a step, or several if the step is large."""
 
     name = "sdpa"
-    # Limit on a call's padded query-key pairs on the CPU. Padding one prompt to another request's
+    # Limit on a call's padded query-key pairs. Padding one prompt to another request's
     # context, or many requests to a prompt's length, would take gigabytes.
     most_pairs = 1 << 22
 
@@ -54,7 +54,7 @@ class SdpaAttention:
         """Requests to process together: all; or else those with one query, and each other alone."""
         requests = list(range(len(batch.context_lens)))
         pairs = len(requests) * batch.max_query * batch.max_context
-        if batch.tokens.device.type != "cpu" or pairs <= self.most_pairs:
+        if pairs <= self.most_pairs:
             return [requests]
         counts = batch.query_starts.diff().tolist()
         single = [each for each in requests if counts[each] == 1]

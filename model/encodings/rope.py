@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self, get_args
 import torch
 from torch import Tensor
 
+from ropewalk.cache.kv import sent
 from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
@@ -214,7 +215,7 @@ class RoPE(PositionalEncoding):
         # Angles in float64: a float32 product is off by 2e-3 radians at distance 32,000.
         angles = (delta * self.frequencies.double())[None]
         flat = keys.reshape(-1, *keys.shape[-2:])
-        cos, sin = (each.float().to(keys.device) for each in (angles.cos(), angles.sin()))
+        cos, sin = sent(torch.stack((angles.cos(), angles.sin())).float(), keys.device)
         return rotate_pairs(flat, cos, sin, self.layout).view(keys.shape)
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:

@@ -236,7 +236,8 @@ def load_models(
         hardware.return_freed_memory()
         # Only now is it known how much memory the weights of all models leave.
         free = hardware.free_memory(device) // (config.max_models - others)
-        complete = partial(_complete, config, device, free, metrics, kernels, publisher)
+        alone = others == 0
+        complete = partial(_complete, config, device, free, alone, metrics, kernels, publisher)
         loaded = [complete(model) for model in prepared]
         on_failure.pop_all()
     end_idle_threads()  # from here on only the engine's thread computes
@@ -285,6 +286,7 @@ def _complete(
     config: ServerConfig,
     device: torch.device,
     free_memory: int,
+    alone: bool,
     metrics: Metrics,
     kernels: Kernels | str,
     publisher: "Publisher | None",
@@ -338,7 +340,7 @@ def _complete(
     decoder = TimedDecoder(model.decoder)
     made = wired(
         name,
-        _choose_forward(model, kv, limits, decoder),
+        _choose_forward(model, kv, limits, decoder, alone),
         kv,
         manager,
         rules,
@@ -398,13 +400,15 @@ def _complete(
     return Loaded(served, made.engine, facts, model.place, planner, defect, publisher)
 
 
-def _choose_forward(model: Prepared, kv: KVCache, limits: Limits, plain: Forward) -> Forward:
+def _choose_forward(
+    model: Prepared, kv: KVCache, limits: Limits, plain: Forward, alone: bool
+) -> Forward:
     """The decoder's passes, of which CUDA graphs replay those that they can."""
     if not model.decoder.executor.recordable:
         return plain
     from ropewalk.server.launch.graphs import record_graphs
 
-    return record_graphs(model.decoder, kv, limits, model.name, otherwise=plain)
+    return record_graphs(model.decoder, kv, limits, model.name, otherwise=plain, alone=alone)
 
 
 def _meter(model: Prepared, block_size: int) -> PositionMeter:

@@ -26,13 +26,14 @@ def record_graphs(
     name: str,
     *,
     otherwise: Forward,
+    alone: bool = True,
 ) -> Forward:
     """A forward pass that replays recorded CUDA graphs and leaves other steps to `otherwise`.
 
     Records in the cache's reserved block 0, which `warm_up` has filled. Returns `otherwise` itself
-    where nothing can be recorded.
+    where nothing can be recorded. alone: no other model is computed meanwhile.
     """
-    record = recorder(decoder)
+    record = recorder(decoder, alone=alone)
     if record is None:
         return otherwise
     try:
@@ -56,9 +57,9 @@ def record_graphs(
         return otherwise
 
 
-def recorder(decoder: Decoder) -> Record | None:
+def recorder(decoder: Decoder, *, alone: bool = True) -> Record | None:
     """Records CUDA graphs of the decoder's passes, if its executor's can be recorded."""
-    return CudaGraphs(decoder.device) if decoder.executor.recordable else None
+    return CudaGraphs(decoder.device, alone=alone) if decoder.executor.recordable else None
 
 
 def _agrees(over: ReplayedDecoder, decoder: Decoder, kv: KVCache, bucket: Bucket) -> bool:

@@ -84,7 +84,7 @@ def interpret():
         backend.why_not = staticmethod(
             lambda spec: None if spec.device == OTHER else "it is the CPU"
         )
-    graphs.CudaGraphs = lambda device: record
+    graphs.CudaGraphs = lambda device, alone: record
 
 
 def answered(device, attention, count, ways, flags):

@@ -56,8 +56,8 @@ def test_answers_are_the_same(encoding):
 class Recorded(list):
     """In the place of CUDA graphs: which sizes were recorded."""
 
-    def __init__(self, device):
-        self.device = device
+    def __init__(self, device, *, alone=True):
+        self.device, self.alone = device, alone
 
     def __call__(self, compute):
         self.append(len(compute()))
