@@ -194,6 +194,10 @@ class Blocks:
         self.keeper.held(blocks)
         self._note(EventKind.REUSED, seq, unverified)
 
+    def pass_on(self, seq: str, blocks: Sequence[int]) -> None:
+        """Another sequence holds them in the place of `seq`, for their content."""
+        self._note(EventKind.REUSED, seq, blocks)
+
     def give_back(self, seq: str, blocks: Sequence[int], bases: Sequence[int]) -> None:
         """`seq` holds them no longer."""
         for block, base in zip(blocks, bases, strict=True):

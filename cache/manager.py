@@ -233,6 +233,7 @@ class CacheManager:
         if name in self._sequences:
             raise ValueError(f"the sequence {name!r} exists already")
         self._sequences[name] = self._sequences.pop(seq)
+        self._blocks.pass_on(seq, self._sequences[name].blocks)
 
     def shared(self, seq: str, index: int) -> bool:
         """Whether other sequences also hold block number `index` of `seq`."""

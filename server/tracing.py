@@ -24,6 +24,8 @@ CLOSING_SECONDS = 5  # to send the last spans
 _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
 }
 

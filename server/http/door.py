@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Set
 from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
+from math import inf
 from typing import Any, Protocol, Self
 
 from starlette.types import Scope
@@ -124,15 +125,16 @@ class Door:
 
     def refusal(self, client: str) -> QueueFull | None:
         """Why another request of this client would not be let in, whatever its model."""
-        refusals = []
+        late = {}
         for model in self._models:
-            refusal = self.refusal_of(model, client)
-            if refusal is None:
+            late[model] = self._late(model, client)
+            if late[model] <= 0:
                 self.refuses = False
                 return None
-            refusals.append(refusal)
         self.refuses = True
-        return min(refusals, key=lambda refusal: refusal.retry_after or 0)
+        # Only by the model that has room first: each appointment moves the next one's.
+        soonest = min(late, key=lambda model: self._room_at(model, late[model]))
+        return self._refused(soonest, late[soonest])
 
     def count(self, visit: Visit, change: int) -> None:
         waiting = self._waiting[visit.model]
@@ -141,19 +143,30 @@ class Door:
             del waiting[visit.client]
 
     def refusal_of(self, model: str, client: str) -> QueueFull | None:
+        late = self._late(model, client)
+        return None if late <= 0 else self._refused(model, late)
+
+    def _refused(self, model: str, late: float) -> QueueFull:
+        outlook = self._outlook(model)
+        appointments, now = self._appointments[model], self._clock()
+        if late == inf:
+            return no_place(outlook.places, appointments.give(now, outlook.apart_s))
+        wait = late + outlook.most_s * SURE
+        return no_time(wait, outlook.most_s, appointments.give(now, outlook.apart_s, late))
+
+    def _room_at(self, model: str, late: float) -> float:
+        """When who is refused now should come again."""
+        gap, after = self._outlook(model).apart_s, 0.0 if late == inf else late
+        return self._appointments[model].next(self._clock(), gap, after)
+
+    def _late(self, model: str, client: str) -> float:
+        """Seconds that another request would wait too long; infinite if all places are taken."""
         outlook, waiting = self._outlook(model), self._waiting[model]
         if outlook.idle and not waiting:
             self._appointments[model].forget()
         if max(outlook.waiting, waiting.total()) >= outlook.places + outlook.seats:
-            after = self._appointments[model].give(self._clock(), outlook.apart_s)
-            return no_place(outlook.places, after)
-        wait = outlook.wait(_ahead(client, waiting))
-        if wait > outlook.most_s * SURE:
-            after = self._appointments[model].give(
-                self._clock(), outlook.apart_s, wait - outlook.most_s * SURE
-            )
-            return no_time(wait, outlook.most_s, after)
-        return None
+            return inf
+        return outlook.wait(_ahead(client, waiting)) - outlook.most_s * SURE
 
 
 def _ahead(client: str, waiting: Counter[str]) -> int:

@@ -100,6 +100,9 @@ class Registry(Models):
         places = self._places.items()
         return (self._served[name] for name, place in places if place.status is Status.LOADED)
 
+    def get(self, name: str) -> Served | None:
+        return self._served[name] if self._places[name].status is Status.LOADED else None
+
     def status(self, name: str) -> Mapping[str, object]:
         place = self._places[name]
         failed = {"failed": True} if place.failure is not None else {}

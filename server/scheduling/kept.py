@@ -175,6 +175,15 @@ class KeptSequences:
         if id_ in self._claimed:
             raise SequenceBusy("a request is appending to this sequence; send this one afterwards")
 
+    def require_appendable(self, id_: str, origin: Kept | None) -> None:
+        """Raises SequenceBusy, also if it is not `origin` any more: that would be written over."""
+        self.require_unclaimed(id_)
+        if self._kept.get(id_) is not origin:
+            raise SequenceBusy(
+                "another request has changed or freed this sequence since this one looked at it; "
+                "look at it again before you append"
+            )
+
     def claim(self, id_: str) -> None:
         """A request is about to append to it."""
         self._claimed.add(id_)

@@ -200,9 +200,13 @@ class Appointments:
 
     def give(self, now: float, gap: float, after: float = 0.0) -> int:
         """Whole seconds after which there should be room for one more, and `after` at the least."""
-        given = max(now + after, self._last) + max(MARGIN * gap, 1 / self._places)
-        self._last = min(given, now + MAX_RETRY_AFTER - 1)
+        self._last = self.next(now, gap, after)
         return floor(self._last - now) + 1
+
+    def next(self, now: float, gap: float, after: float = 0.0) -> float:
+        """The time that `give` would give."""
+        given = max(now + after, self._last) + max(MARGIN * gap, 1 / self._places)
+        return min(given, now + MAX_RETRY_AFTER - 1)
 
 
 def no_place(places: int, retry_after: int) -> QueueFull:

@@ -111,13 +111,14 @@ class Scheduler:
         """Queue a new request.
 
         Raises InvalidField (empty prompt, or could not finish even with the cache to itself),
-        PromptTooLong, UnsupportedField and QueueFull; ValueError when the id is in use.
+        PromptTooLong, UnsupportedField, SequenceBusy and QueueFull; ValueError when the id is in
+        use.
         """
         self.contexts.require_possible(request)
         if self._find(request.id) is not None:
             raise ValueError(f"request id {request.id!r} is in use")
         if request.appends:
-            self.kept.require_unclaimed(request.keep)
+            self.kept.require_appendable(request.keep, request.origin)
         self._queue.add(request)
         if request.appends:
             self.kept.claim(request.keep)

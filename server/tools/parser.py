@@ -208,8 +208,8 @@ class Parser:
             else:
                 return
 
-    def _fields(self, call: _Call) -> Reading[None]:
-        """Those of an object, after its brace."""
+    def _fields(self, call: _Call, *, inner: bool = False) -> Reading[None]:
+        """Those of an object, after its brace. inner: it is another one's `function`."""
         while (first := (yield from self._next())) != "}":
             if first == ",":
                 self._take(1)
@@ -221,9 +221,9 @@ class Parser:
             first = yield from self._next()
             if key in _NAMES and first == '"':
                 self._start(call, (yield from self._string()))
-            elif key == "function" and first == "{":
+            elif key == "function" and first == "{" and not inner:
                 self._take(1)
-                yield from self._fields(call)
+                yield from self._fields(call, inner=True)
             elif key in _ARGUMENTS and first == '"':  # JSON in a string
                 self._argue(call, (yield from self._string()))
             elif key in _ARGUMENTS and first == "{":

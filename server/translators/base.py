@@ -41,6 +41,7 @@ class TranslatedBody(TemplateBody, GenerationBody):
     n: Literal[1] = 1
     echo: Literal[False] = False
     return_token_ids: Literal[False] = False
+    keep: Literal[False] = False
 
     @abstractmethod
     def chat(self, sent: Fields) -> Fields:

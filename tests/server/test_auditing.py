@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import httpx
@@ -180,6 +181,23 @@ def test_the_block_never_comes_back():
         world.run()
     assert world.failed() == ["a"]
     assert world.manager.counts().quarantined == 1
+
+
+@pytest.mark.parametrize("kept", ["", "seq-a"])
+def test_an_answer_is_verified_as_it_ends_even_if_its_blocks_are_kept(kept):
+    """Many other blocks are to be sampled before the one that changed."""
+    world = Watched(Audit.SAMPLE, blocks=60)
+    world.engine.submit(make_request("others", [9] * 60, max_tokens=30))
+    world.step()
+    world.engine.submit(replace(make_request("a", range(9), max_tokens=4), keep=kept))
+    for _ in range(3):
+        world.step()
+    world.damage(world.blocks("a")[0])
+    world.step()
+    assert world.failed() == ["a"]
+    assert [*world.scheduler.kept.ids] == []
+    world.run()
+    assert world.failed() == ["a"] and world.manager.counts().active == 0
 
 
 def test_an_answer_that_was_complete_in_this_very_step_is_an_error():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,36 @@ def test_with_several_models_the_body_decides():
     looks["quick"] = Outlook(seats=0, waiting=9, places=9)
     with pytest.raises(QueueFull):
         d.enter("")
+
+
+def test_requests_for_one_model_put_off_nobody_who_asks_for_another():
+    looks = {"full": Outlook(seats=0, waiting=9, places=9, apart_s=0.5), "free": Outlook()}
+
+    def advised(others):
+        d = Door(looks, looks.__getitem__, clock=lambda: 100.0)
+        for _ in range(others):
+            d.enter("").choose("free")
+        with pytest.raises(QueueFull) as refused:
+            d.enter("").choose("full")
+        return refused.value.retry_after
+
+    assert advised(0) == advised(100) < 3
+
+
+def test_where_all_models_are_full_one_gives_an_appointment():
+    """The one that has room first."""
+    full = Outlook(seats=0, waiting=9, places=9)
+    looks = {"slow": replace(full, apart_s=20.0), "quick": replace(full, apart_s=1.0)}
+    d = Door(looks, looks.__getitem__, clock=lambda: 100.0)
+    advice = []
+    for _ in range(4):
+        with pytest.raises(QueueFull) as refused:
+            d.enter("")
+        advice.append(refused.value.retry_after)
+    looks["quick"] = Outlook()
+    with pytest.raises(QueueFull) as refused:
+        d.enter("").choose("slow")
+    assert advice == sorted(advice) and advice[-1] < 10 < refused.value.retry_after < 40
 
 
 def full_app(**more):

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels.cpu.executor import CpuExecutor
 from ropewalk.model.kernels.graphs.replay import ReplayedDecoder
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.launch import graphs
+from ropewalk.server.launch.build import load_models
+from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Limits
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
@@ -17,6 +20,7 @@ from tests.model.encoder_decoders import t5
 from tests.model.running import new_cache
 from tests.model.test_replay import Replaying
 from tests.model.tiny import tiny
+from tests.server.fake_engine import configured
 from tests.server.recording import engine, request
 
 LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=200, max_queue=100)
@@ -57,7 +61,7 @@ class Recorded(list):
     """In the place of CUDA graphs: which sizes were recorded."""
 
     def __init__(self, device, *, alone=True):
-        self.device, self.alone = device, alone
+        self.device = device
 
     def __call__(self, compute):
         self.append(len(compute()))
@@ -90,6 +94,22 @@ def test_steps_are_recorded_where_triton_attends(monkeypatch, capsys):
     assert isinstance(made(on_triton(decoder, monkeypatch), kv), ReplayedDecoder)
     assert "recording m:" in capsys.readouterr().err
     assert graphs.recorder(decoder).device == decoder.device
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_model_that_is_loaded_beside_others_is_not_recorded_alone(others, monkeypatch):
+    made = []
+
+    class Told(Recorded):
+        def __init__(self, device, *, alone):
+            super().__init__(device)
+            made.append(alone)
+
+    monkeypatch.setattr(CpuExecutor, "recordable", True)
+    monkeypatch.setattr(graphs, "CudaGraphs", Told)
+    flags = ("ropewalk-rope", "--kv-memory", "4M", "--max-models", "2")
+    load_models(configured(*flags), Metrics(), others)
+    assert made == [others == 0]
 
 
 def test_steps_of_an_encoder_decoder_are_recorded(tmp_path, monkeypatch):

@@ -562,6 +562,22 @@ def test_who_leaves_while_appending_leaves_the_sequence_as_it_was(steps):
     assert manager.counts().active == 0
 
 
+def test_what_others_did_since_one_looked_is_not_written_over():
+    engine, _ = make_engine(hidden, **TINY)
+    kept = kept_ones(engine, 12, 12)
+    shortened, freed = (kept.get(id_, "") for id_ in ("seq-0", "seq-1"))
+    engine.kept.apply("seq-0", "", Asked(Op.TRUNCATE, count=8))
+    engine.kept.drop("seq-1", "")
+    for seen in (shortened, freed):
+        with pytest.raises(SequenceBusy, match="look at it again"):
+            engine.submit(counted("more", 4, seen.id, seen))
+    until_idle(engine)
+    assert [len(each.tokens) for each in kept.all()] == [8]
+    engine.submit(counted("more", 4, "seq-0", kept.get("seq-0", "")))
+    until_idle(engine)
+    assert len(kept.get("seq-0", "").tokens) == 12
+
+
 def test_a_kept_sequence_whose_block_changed_is_dropped():
     engine, manager = make_engine(hidden, **TINY)
     kept = kept_ones(engine, 9, 9)

@@ -249,6 +249,22 @@ def test_who_leaves_while_a_model_is_loaded_leaves_no_place_behind(folder, gate)
         assert waiting().status_code == 200
 
 
+def test_a_model_that_is_unloading_is_no_longer_there(folder, slow):
+    """Who leaves before it is loaded again leaves no place behind, and who looks loads nothing."""
+    flags = ("--models-autoload", "--max-queue", "1", "--max-seqs", "2")
+    with serving(folder, *flags, drain_seconds=60.0) as client:
+        running = in_background(lambda: client.complete("first", max_tokens=CONTEXT - 10))
+        wait_for(lambda: client.metric("ropewalk_requests_running", "first") == [1])
+        unloaded = in_background(lambda: client.change("unload", "first"))
+        wait_for(lambda: client.statuses()["first"] == "unloading")
+        for _ in range(4):
+            with pytest.raises(httpx.ReadTimeout):
+                client.complete("first", timeout=0.1)
+        assert client.get("/v1/cache", params={"model": "first"}).status_code == 503
+        assert running().status_code == 200 and unloaded().status_code == 200
+        assert client.statuses()["first"] == "unloaded"
+
+
 def test_to_look_at_a_cache_loads_nothing(folder):
     with serving(folder, "--models-autoload") as client:
         for answer in (

@@ -13,6 +13,7 @@ import pytest
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.errors import CommandError
+from ropewalk.server.http.middleware import ANSWERED
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
 from ropewalk.server.tracing import Tracing
@@ -122,6 +123,15 @@ def test_a_request_is_a_span_with_its_phases(spoken):
         "http.route": "/v1/completions",
         "http.response.status_code": 200,
     }
+
+
+def test_every_answer_of_the_engine_is_traced(spoken, caplog):
+    paths = ANSWERED - {"/v1/embeddings"}
+    with collector(spoken) as (endpoint, spans), running(traced_app(Tracing(endpoint))) as (url, _):
+        for path in paths:
+            ask(url, path, n=99)
+    assert {values(span.attributes)["http.route"] for span in spans} == paths
+    assert "could not be traced" not in caplog.text
 
 
 def test_refusals_and_embeddings(spoken):

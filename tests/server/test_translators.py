@@ -226,6 +226,7 @@ def test_what_messages_ask_chat(given, asked):
         (RESPONSES, {"metadata": {f"{place}": "" for place in range(17)}}, "metadata",
          "invalid_value"),
         (RESPONSES, {"n": 2}, "n", "invalid_value"),
+        (RESPONSES, {"keep": True}, "keep", "invalid_value"),
         (RESPONSES, {"frob": 2}, "frob", "unknown_parameter"),
         (RESPONSES, {"model": "other"}, "model", "model_not_found"),
         (MESSAGES, {"max_tokens": None}, "max_tokens is missing", "invalid_request_error"),

@@ -47,6 +47,7 @@ FAULTY = [
     ('<tool_call>{"name": "x", "arguments": null}</tool_call>.', Read(".", "", [("x", "{}")])),
     ('<tool_call>{"name": "x", "parameters": [1]} </tool_call>', Read("", "", [("x", "{}")])),
     ('<tool_call>{"function": {"name": "x"}}</tool_call>', Read("", "", [("x", "{}")])),
+    ("<tool_call>" + '{"function": ' * 2000, Read("<tool_call>" + '{"function": ' * 2000)),
     ("<tool_call>[]</tool_call>Hi", Read("Hi")),
     (CALL.replace("Rome", "a\nb"), Read("", "", [("weather", '{"city": "a\\nb"}')])),
     (CALL.replace("Rome", "</tool_call>"), Read("", "", [("weather", '{"city": "</tool_call>"}')])),
