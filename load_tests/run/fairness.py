@@ -29,12 +29,14 @@ from ropewalk.load_tests.workload.prompts import PromptMaker
 
 _KEYS = ("few", "many")
 _ALONE = 10  # requests
+_PATIENCE_S = 3600.0  # with the list
 _PAUSE_S = 0.2  # between small requests: they are a person's, not a load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    words = [args.model, "--max-queue-time", "3600", "--no-access-log", "--log-level", "warning"]
+    words = [args.model, "--no-access-log", "--log-level", "warning"]
+    words += ["--max-queue", str(2 * args.prompts), "--max-queue-time", str(_PATIENCE_S)]
     words += [word for key in _KEYS for word in ("--api-key", key)]
     try:
         with serve_alone(*words) as (server, started):
@@ -61,6 +63,7 @@ async def _measure(
     progress.start("starting the server")
     await started.answers(server, progress.note)
     few, many = (replace(server, api_key=key) for key in _KEYS)
+    many = replace(many, timeout_s=_PATIENCE_S, idle_s=_PATIENCE_S)
     (model,) = (await get_json(few, "/v1/models"))["data"]
     prompts = PromptMaker("fairness", "ids", model["vocab_size"])
 

@@ -247,6 +247,7 @@ class Queue:
         # By id: preempted ones first, then in order of arrival. An abort finds its request at once.
         self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.turns = Turns(max(limits.max_seqs - limits.most_seqs, 1))
+        self._asked: Counter[str] = Counter()  # requests, of each list and of each client
         self.pace = Pace(2 * limits.max_seqs)
         self._appointments = Appointments(limits.max_queue)
         self._late_from = 0.0  # when to look for requests that have waited too long
@@ -264,6 +265,7 @@ class Queue:
             self._appointments.forget()
         self.waiting[request.id] = request
         self.turns.add(request)
+        self._asked.update(self._askers(request))
 
     def put_back(self, request: Request) -> None:
         """It was preempted, so it is the first to run again."""
@@ -280,7 +282,8 @@ class Queue:
             self.turns.charge(request.client, request.prompt_length - request.cached)
 
     def remove(self, request: Request) -> bool:
-        """Forget a request; returns whether it has waited here."""
+        """A request has ended; returns whether it has waited here."""
+        self._asked -= Counter(self._askers(request))
         if self.waiting.pop(request.id, None) is None:
             return False
         self.turns.remove(request)
@@ -313,6 +316,16 @@ class Queue:
         if self._limits.several_clients:
             holders.update(request.client for request in self._running.values())
         return holders
+
+    def crowds(self) -> set[str]:
+        """Clients, if there are several, and lists with so many requests that, if all ran, the
+        places kept for others would not hold them."""
+        few = self._limits.max_seqs - self._limits.most_seqs
+        return {asker for asker, count in self._asked.items() if count > few > 0}
+
+    def _askers(self, request: Request) -> list[str]:
+        asking = (request.group, request.client if self._limits.several_clients else "")
+        return [asker for asker in asking if asker]
 
     def outlook(self) -> Outlook:
         """What a new request has to expect."""
@@ -350,6 +363,9 @@ class Queue:
         never_ran = {each.id for each in self.waiting.values() if each.admitted is None}
         if never_ran != {request.id for request in self.turns}:
             raise InvariantError("those who take turns are not those who wait")
+        there = chain(self._running.values(), self.waiting.values())
+        if self._asked != Counter(chain.from_iterable(map(self._askers, there))):
+            raise InvariantError("requests are not counted for who asked for them")
 
     def _seats(self) -> int:
         """Waiting requests that the next step may admit; they do not count as queued."""

@@ -32,7 +32,7 @@ from ropewalk.server.scheduling.request import (
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
 QUICK = 4  # a prompt of up to one in so many of a step's tokens is short
-PATIENT = 8  # of a step's tokens, one in so many is for prompts of those who have many places
+PATIENT = 8  # beside others, prompts of those who ask for many have one in so many of its tokens
 SHRUNK = (
     "The cache is smaller because blocks that changed in memory were taken out of use, and this "
     "request no longer fits; send a shorter one, or restart the server."
@@ -44,7 +44,7 @@ class _Budget:
     """What is left of the tokens that one step may compute."""
 
     left: int
-    many: set[str]  # clients and turns with many places, beside others that have few
+    many: set[str]  # clients and lists with many requests
     left_for_many: int  # for their prompts: the others do not wait for long steps
 
     def limits(self, request: Request) -> bool:
@@ -223,11 +223,11 @@ class Scheduler:
         limits = self._limits
         alone = len(self._running) + len(self.waiting) == 1
         most = limits.max_step_tokens * (limits.lone_factor if alone else 1)
-        few = limits.max_seqs - limits.most_seqs
-        many = {holder for holder, count in self._queue.holders().items() if count > few > 0}
+        many = self._queue.crowds()
         budget = _Budget(most, many, max(most // PATIENT, 1))
         if self._queue.turns.next(many) is None and all(map(budget.limits, self._running.values())):
-            budget.many = set()  # nobody else is there
+            # Nobody else is there, but another client may come during the step.
+            budget.left_for_many = max(most // (2 if limits.several_clients else 1), 1)
         return budget
 
     def foresee(self, plan: Plan) -> Plan | None:
