@@ -77,7 +77,8 @@ def harmless_in_gguf(own: str) -> Callable[[str], bool]:
 def refuse_foreign(
     fields: Fields, model_type: str, model_class: str, adopted: str | None = None
 ) -> None:
-    """Refuse heads other than the language model's, custom code, and quantised weights.
+    """Refuse heads other than the language model's, attention to later tokens, custom code, and
+    quantised weights.
 
     adopted: the family's original code ("modeling_x.XForCausalLM"), since integrated into
     transformers. Checkpoints may still name it or its class; it is never run.
@@ -97,6 +98,7 @@ def refuse_foreign(
         raise fields.error("auto_map asks to run code from the checkpoint, which is refused")
     if fields.get("quantization_config") is not None:
         raise fields.error("quantization_config is not supported; use unquantised weights")
+    _refuse_bidirectional(fields, "is_causal")
 
 
 def activation(fields: Fields, key: str, default: str) -> Activation:
@@ -107,10 +109,17 @@ def activation(fields: Fields, key: str, default: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-def refuse_split(fields: Fields) -> None:
-    """Refuse one of several GGUF files."""
+def refuse_foreign_gguf(fields: Fields, own: str) -> None:
+    """Refuse one of several GGUF files, and attention to later tokens."""
     if fields.get("split.count") not in (None, 0, 1):
         raise fields.error("it is one of several files of a split model, so merge them first")
+    _refuse_bidirectional(fields, own + "attention.causal")
+
+
+def _refuse_bidirectional(fields: Fields, key: str) -> None:
+    """Some embedding models are decoders whose tokens attend to later ones, too."""
+    if fields.flag(key) is False:
+        raise fields.error(f"{key} is false, but only causal attention can be served")
 
 
 def vocab_size_of_gguf(fields: Fields, own: str, weights: WeightFile) -> int:

@@ -17,7 +17,7 @@ from ropewalk.model.architectures.common import (
     harmless_in_gguf,
     harmless_in_hf,
     refuse_foreign,
-    refuse_split,
+    refuse_foreign_gguf,
     vocab_size_of_gguf,
 )
 from ropewalk.model.architectures.fields import Absent, Default, Fields, Like
@@ -36,6 +36,7 @@ class GatedDecoder(Architecture):
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
+    rotates_partly: ClassVar[bool] = False  # whether a part of each head may be all that rotates
     absent_in_gguf: ClassVar[Absent] = {
         **rotation_gguf.ROTATED_IN_GGUF,
         "attention.head_count_kv": Default(Like("attention.head_count"), LLAMA_CPP),
@@ -83,6 +84,7 @@ class GatedDecoder(Architecture):
             context,
             kinds=self.rope_kinds,
             layers=self.rotated_layers(fields, layers),
+            partly=self.rotates_partly,
         )
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
@@ -110,7 +112,7 @@ class GatedDecoder(Architecture):
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
-        refuse_split(fields)
+        refuse_foreign_gguf(fields, own)
         width = fields.integer(own + "embedding_length", Most.WIDTH)
         layers = fields.integer(own + "block_count", Most.LAYERS)
         heads = fields.integer(own + "attention.head_count", Most.HEADS)

@@ -35,6 +35,7 @@ class Phi3(GatedDecoder):
         rms_norm_eps=1e-5,
     )
     harmless = frozenset({"embd_pdrop", "resid_pdrop"})
+    rotates_partly = True
     # The first checkpoints called longrope "su", and one of its drafts "yarn".
     rope_kinds: ClassVar[Mapping[str, str]] = {
         "default": "default",

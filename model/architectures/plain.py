@@ -14,7 +14,7 @@ from ropewalk.model.architectures.common import (
     harmless_in_gguf,
     harmless_in_hf,
     refuse_foreign,
-    refuse_split,
+    refuse_foreign_gguf,
     vocab_size_of_gguf,
 )
 from ropewalk.model.architectures.fields import Fields
@@ -89,8 +89,8 @@ class PlainDecoder(Architecture):
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_gguf(fields)
-        refuse_split(fields)
         own = f"{self.gguf_name}."
+        refuse_foreign_gguf(fields, own)
         num_heads = fields.integer(own + "attention.head_count", Most.HEADS)
         num_kv_heads = fields.optional_integer(own + "attention.head_count_kv", Most.HEADS)
         if num_kv_heads not in (None, num_heads):

@@ -58,11 +58,14 @@ def rope_from_hf(
     kinds: Mapping[str, str] = KINDS,
     layers: Sequence[int] | None = None,
     older: tuple[str, str] | None = None,
+    partly: bool = True,
 ) -> EncodingSpec:
     """From `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files.
 
     context: max_position_embeddings. kinds: the family's names for types of scaling → ours.
-    older: the family's former names for rope_theta and partial_rotary_factor.
+    older: the family's former names for rope_theta and partial_rotary_factor. partly: whether the
+    latter may be less than 1. transformers rotates whole heads of some families whatever it says,
+    and other programs do not, so it is refused there.
     """
     base = fields.optional_number("rope_theta")
     share = fields.optional_number("partial_rotary_factor")
@@ -90,6 +93,8 @@ def rope_from_hf(
         share = fields.number(older[1])
     if share is not None and share > 1:
         raise fields.error(f"partial_rotary_factor must be at most 1, not {share}")
+    if share not in (None, 1.0) and not partly and "proportional" not in stated:
+        raise fields.error(f"partial_rotary_factor {share} is not supported for this family")
     width = head_dim if share is None else int(head_dim * share) or 1
     if original is None and stated & {"llama3", "yarn", "longrope"}:
         original = fields.integer(ORIGINAL, Most.CONTEXT, absent=context)

@@ -17,7 +17,7 @@ from ropewalk.model.architectures.common import (
     harmless_in_gguf,
     harmless_in_hf,
     refuse_foreign,
-    refuse_split,
+    refuse_foreign_gguf,
     vocab_size_of_gguf,
 )
 from ropewalk.model.architectures.fields import Absent, Default, Fields, Like, by
@@ -115,7 +115,7 @@ class T5(Architecture):
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_gguf(fields)
         names, own = weights.names(), f"{self.gguf_name}."
-        refuse_split(fields)
+        refuse_foreign_gguf(fields, own)
         num_layers = fields.integer(own + "block_count", Most.LAYERS)
         hidden_size = fields.integer(own + "embedding_length", Most.WIDTH)
         head_dim = fields.integer(own + "attention.key_length", Most.HEAD_DIM)

@@ -23,6 +23,7 @@ from ropewalk.model.tokenizers.tokenizer_config import (
     read_tokenizer_config,
 )
 
+WITH_TOOLS = "additional_chat_templates/tool_use.jinja"
 MAX_SOURCE = 1 << 20  # characters of a template; the longest published ones have some 30,000
 AT_ONCE = 2  # chats of one template: while one is stuck, others are rendered
 MEMORY = 256 << 20  # bytes, besides what the process had before
@@ -200,13 +201,15 @@ class _Renderer:
 def chat_template_from_directory(path: Path, other: Path | None = None) -> ChatTemplate | None:
     """From chat_template.jinja, tokenizer_config.json or chat_template.json; None without one.
 
-    `other` is a file to read instead. Raises ChatTemplateError, and TokenizerError when a
-    file cannot be read.
+    Beside the first may be one for chats with tools. `other` is a file to read instead of all.
+    Raises ChatTemplateError, and TokenizerError when a file cannot be read.
     """
     config = read_tokenizer_config(path)
     beside = other or path / "chat_template.jinja"
     if beside.is_file():
         source: object = _read(beside)
+        if other is None and (with_tools := path / WITH_TOOLS).is_file():
+            source = _joined(source, _read(with_tools))
     else:
         fields = read_object(path / "chat_template.json") or {}
         source = config.chat_template or fields.get("chat_template")
@@ -262,5 +265,9 @@ def _default_of(named: list[Any]) -> object:
         )
     plain, with_tools = templates["default"], templates.get("tool_use")
     if isinstance(plain, str) and isinstance(with_tools, str):
-        return f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}"
+        return _joined(plain, with_tools)
     return plain
+
+
+def _joined(plain: object, with_tools: str) -> str:
+    return f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}"

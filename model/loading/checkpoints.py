@@ -16,6 +16,7 @@ from ropewalk.model.architectures.base import Architecture, by_gguf_name, by_mod
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.stored import Parameters, Stored
 from ropewalk.model.chat.template import (
+    WITH_TOOLS,
     ChatTemplate,
     ChatTemplateError,
     chat_template_from_directory,
@@ -53,6 +54,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
+    WITH_TOOLS,
 )
 MAX_MORE = 8 << 20  # bytes of each of them
 

@@ -23,8 +23,9 @@ _SPLIT_LLAMA3 = (
 _SPLIT_QWEN2 = _SPLIT_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _SPLIT_BLOOM = r" ?[^\s()|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c]+"
 
-# How text is split before merging, by GGUF's name for it.
-_PLAIN = frozenset({"default", "gpt-2", "mpt", "olmo", "phi-2"})
+# How text is split before merging, by GGUF's name for it. Not `default`: converters write it where
+# they did not recognise the model's own way, so whichever is used may be wrong.
+_PLAIN = frozenset({"gpt-2", "mpt", "olmo", "phi-2"})
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "codeshell", "exaone", "command-r"})
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"})
 _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})

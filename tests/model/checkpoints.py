@@ -170,7 +170,7 @@ def fill_from_gguf(model, reader):
 def add_tokenizer(writer, vocab_size, more=None):
     """The tiny tokenizer, with more tokens or padded to the size of the vocabulary."""
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre("gpt-2")
     unused = [f"<unused{index}>" for index in range(vocab_size - len(TOKENS))]
     tokens = [*TOKENS, *(unused if more is None else more)]
     writer.add_token_list(tokens)

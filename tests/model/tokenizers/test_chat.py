@@ -174,6 +174,18 @@ def test_named_templates(tmp_path):
         directory(tmp_path, {"chat_template": 3})
 
 
+def test_a_template_for_tools_lies_in_a_folder_of_its_own(tmp_path):
+    """As transformers writes the two."""
+    (tmp_path / "chat_template.jinja").write_text("d")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools[0] }}")
+    (tmp_path / "additional_chat_templates/rag.jinja").write_text("{% if")
+    template = directory(tmp_path)
+    assert rendered(template) == "d"
+    tools = {"tools": ["t"]}
+    assert template.render([], add_generation_prompt=False, variables=tools) == "t"
+
+
 def test_a_template_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja is not valid UTF-8"):

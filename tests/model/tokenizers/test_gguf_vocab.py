@@ -328,6 +328,7 @@ def test_a_file_without_token_types_or_ends():
         ("model", "rwkv", "'rwkv' is not supported"),
         ("model", None, "is missing and should be a text"),
         ("pre", "hieroglyphs", "'hieroglyphs' is not supported"),
+        ("pre", "default", "'default' is not supported"),
         ("tokens", None, "tokens is missing"),
         ("tokens", ["a", 1], "is not a list of texts"),
         ("tokens", ["a", "a"], "names the token 'a' twice"),
