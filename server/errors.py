@@ -350,6 +350,7 @@ class DeadlineExceeded(ServeError):
     status = 504
     code = "deadline_exceeded"
     reason = "deadline"
+    extra_headers: ClassVar[Headers] = [(b"x-should-retry", b"false")]  # it would take as long
 
 
 def quoted(value: object) -> str:

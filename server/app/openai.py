@@ -379,10 +379,10 @@ class Generation(EngineResponse):
         wire, choices = self._wire, self._choices
         counted = options.include_usage and options.continuous_usage_stats
         async for batch in batches:
-            events = []
-            if not out.started:
+            events, taken = [], self._take(batch, visit)
+            if not out.started:  # by now it is known how much of the prompt was cached
                 events.append(wire.opening(choices, _usage(choices[0]) if counted else ""))
-            for choice, piece in self._take(batch, visit):
+            for choice, piece in taken:
                 write = partial(wire.chunk, choice, piece, _usage(choice) if counted else "")
                 events.append(await off_loop(write, len(piece.scored), MANY_TOKENS))
             if all(choice.finished for choice in choices):

@@ -223,10 +223,10 @@ class Origins(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=list(origins),
-            allow_methods=["GET", "HEAD", "POST"],
+            allow_methods=["DELETE", "GET", "HEAD", "POST"],
             allow_headers=["*"],
             allow_private_network=True,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "x-should-retry", "retry-after"],
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
@@ -236,7 +236,7 @@ class Origins(CORSMiddleware):
                 WrongOrigin(
                     f"a page of {quoted(request_headers['origin'])} may not send this request "
                     f"({bytes(response.body).decode()}); --allowed-origin names origins that may "
-                    "send GET and POST"
+                    "send GET, POST and DELETE"
                 ),
                 path="",
             )

@@ -78,7 +78,7 @@ def _meant(message: Any) -> Any:
         for name, value in message.items()
         if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
     }
-    if "tool_calls" in kept or kept.get("reasoning_content"):
+    if "tool_calls" in kept or kept.keys() & {"reasoning", "reasoning_content"}:
         kept.setdefault("content", "")
     return kept
 

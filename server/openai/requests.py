@@ -341,7 +341,7 @@ def choices_for(
     for prompt in prompts:
         params = sampling_params(body, served, len(prompt.tokens))
         first: str | None = None  # the prompt's first request, from which the others fork
-        for _ in range(body.n):
+        for number in range(body.n):
             index = len(choices)
             tokens: list[int] = list(prompt.tokens)
             source: tuple[int, ...] = ()
@@ -355,7 +355,7 @@ def choices_for(
                 params=params,
                 matcher=None if grammar is None else grammar.begin(),
                 arrival=arrival,
-                rng=choice_rng(body.seed, index),
+                rng=choice_rng(body.seed, number),
                 salt=salt if prompt.origin is None else prompt.origin.salt,
                 client=client,
                 group=group,

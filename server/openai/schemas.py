@@ -334,6 +334,9 @@ class Message(Strict):
         )
         role = "system" if self.role == "developer" else self.role
         more = self.model_dump(include=_SHOWN, exclude_none=True)
+        thought = self.reasoning_content or self.reasoning
+        if thought is not None:  # templates read it by either name
+            more |= {"reasoning": thought, "reasoning_content": thought}
         return {"role": role, "content": content, **more}
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from json import dumps
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictStr, Tag
+from pydantic import BeforeValidator, Field, StrictStr, Tag
 
 from ropewalk.server.errors import InvalidField
 from ropewalk.server.openai.schemas import (
@@ -68,10 +68,13 @@ class ToolUse(Lenient):
     input: dict[str, Any]
 
 
+_NONE_IS_EMPTY = BeforeValidator(lambda content: "" if content is None else content)
+
+
 class ToolResult(Lenient):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts = ""
+    content: Annotated[Texts, _NONE_IS_EMPTY] = ""
 
 
 Block = Annotated[
@@ -106,7 +109,9 @@ class Message(Lenient):
                 case Thinking():
                     thoughts.append(block.thinking)
                 case ToolUse():
-                    function = {"name": block.name, "arguments": dumps(block.input)}
+                    # Not escaped: the model reads them as it wrote them.
+                    arguments = dumps(block.input, ensure_ascii=False)
+                    function = {"name": block.name, "arguments": arguments}
                     calls.append({"id": block.id, "type": "function", "function": function})
                 case ToolResult():
                     content = chat_content(block.content)
@@ -208,7 +213,9 @@ class CountBody(TranslatedBody):
                 "messages end with the assistant's, which is not continued; end with the user's",
                 "messages",
             )
-        fields: Fields = {"enable_thinking": self.thinking.enabled, **self.passed_on(sent)}
+        fields = self.passed_on(sent)
+        if "thinking" in sent or "enable_thinking" not in self.chat_template_kwargs:
+            fields = {"enable_thinking": self.thinking.enabled, **fields}
         system = chat_content(self.system)
         fields["messages"] = [{"role": "system", "content": system}] if system else []
         for message in self.messages:

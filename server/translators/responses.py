@@ -95,6 +95,7 @@ class ResponsesWire(PartsWire):
         return self._state(f"response.{status}", self._response(status, usage))
 
     def failure(self, error: ServeError) -> str:
+        self.finish = "failed"
         return self._state("response.failed", self._response("failed", error=error))
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
@@ -117,7 +118,7 @@ class ResponsesWire(PartsWire):
 
     def _ended(self, part: Part) -> str:
         last = part is self.parts[-1]
-        return "incomplete" if last and self.finish == "length" else "completed"
+        return "incomplete" if last and self.finish in ("length", "failed") else "completed"
 
     def _item(self, part: Part, status: str) -> Fields:
         item: Fields = {"id": self._ids[part.index], "status": status}

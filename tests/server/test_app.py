@@ -248,6 +248,13 @@ def test_a_seed_gives_each_choice_its_own_numbers_again():
     assert len(set(draws)) == 8
 
 
+def test_a_prompt_has_the_same_numbers_wherever_it_is_in_a_list():
+    engine = ScriptedEngine()
+    complete(toy_app(engine), prompt=["a", "b", "a"], seed=3, n=2, max_tokens=1)
+    draws = [request.rng.random() for request in engine.requests]
+    assert draws[0:2] == draws[2:4] == draws[4:6] and draws[0] != draws[1]
+
+
 def test_a_model_token_ends_the_text_and_counts_as_usage():
     engine = ScriptedEngine(lambda request: [*b"ab", END, *b"cd"])
     body = complete(toy_app(engine), logprobs=0).json()

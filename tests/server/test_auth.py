@@ -141,7 +141,7 @@ def test_pages_of_an_allowed_origin_may_come_from_a_public_network(allowed, path
 
 
 @pytest.mark.parametrize(
-    "changed", [{"origin": "https://other.example"}, {"access-control-request-method": "DELETE"}]
+    "changed", [{"origin": "https://other.example"}, {"access-control-request-method": "PUT"}]
 )
 def test_a_browser_that_asks_in_vain_is_told_why(changed):
     app = toy_app(allowed_origins=frozenset({PAGE}))

@@ -238,6 +238,7 @@ def test_a_chat_hands_variables_and_reasoning_to_the_template():
     messages = [
         {"role": "assistant", "content": "b", "reasoning_content": "why", "reasoning": None},
         {"role": "assistant", "content": "c", "reasoning": "how"},
+        {"role": "assistant", "content": None, "reasoning": "so"},
     ]
     answer = chat(
         toy_app(engine, [served]),
@@ -248,7 +249,7 @@ def test_a_chat_hands_variables_and_reasoning_to_the_template():
         user="u" * 1000,
     )
     assert answer.status_code == 200
-    assert bytes(engine.requests[0].tokens).decode() == "|||y|why///b;/how//c;"
+    assert bytes(engine.requests[0].tokens).decode() == "|||y|why/why//b;how/how//c;so/so//;"
 
 
 def test_a_variable_cannot_replace_the_messages():

@@ -417,7 +417,7 @@ def test_messages():
         {"role": "assistant", "content": "c"},
         {"role": "user", "content": "d", "name": "eve"},
         {"role": "user", "content": "ef"},
-        {"role": "assistant", "content": "g", "reasoning_content": "why", "reasoning": ""},
+        {"role": "assistant", "content": "g", "reasoning_content": "why", "reasoning": "why"},
     ]
 
 

@@ -136,6 +136,26 @@ def test_what_responses_ask_chat(given, asked):
     [
         ({"messages": [USER]}, {"messages": [USER], "enable_thinking": False}),
         (
+            {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}},
+            {"messages": [USER], "chat_template_kwargs": {"enable_thinking": True}},
+        ),
+        (
+            {"messages": [
+                {"role": "assistant", "content": [
+                    {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": "Zürich 東京"}}]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "c1", "content": None}]},
+            ]},
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [
+                        {**CALL, "function": {"name": "f", "arguments": '{"a": "Zürich 東京"}'}}]},
+                    {"role": "tool", "tool_call_id": "c1", "content": ""},
+                ],
+                "enable_thinking": False,
+            },
+        ),
+        (
             {
                 "messages": [
                     USER,
@@ -328,7 +348,9 @@ def test_a_whole_message():
 
 
 def test_a_streamed_message_builds_the_whole_one():
-    app = toy_app()
+    engine = ScriptedEngine()
+    engine.cached = 3
+    app = toy_app(engine)
     found = events(send(app, MESSAGES, stream=True).text)
     assert types(found) == [
         "message_start",
@@ -338,11 +360,12 @@ def test_a_streamed_message_builds_the_whole_one():
         "message_delta",
         "message_stop",
     ]
-    assert found[0]["message"]["content"] == [] and found[0]["message"]["usage"]["input_tokens"]
+    assert found[0]["message"]["content"] == []
     assert "".join(each["delta"]["text"] for each in found[2:7]) == "Hello"
     whole = send(app, MESSAGES).json()
     assert found[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     assert found[-2]["usage"] == whole["usage"]
+    assert found[0]["message"]["usage"] | {"output_tokens": 5} == whole["usage"]
 
 
 @pytest.mark.parametrize(
@@ -491,7 +514,8 @@ def test_a_failure_is_told_in_the_api_s_own_way(path):
         assert whole.json()["error"]["message"] == "logits are not finite"
         assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
         assert last["response"]["error"]["message"] == "logits are not finite"
-        assert last["response"]["output"][0]["content"][0]["text"] == "He"
+        (cut,) = last["response"]["output"]
+        assert cut["content"][0]["text"] == "He" and cut["status"] == "incomplete"
     else:
         error = {"type": "api_error", "message": "logits are not finite"}
         assert whole.json() == last == {"type": "error", "error": error}
