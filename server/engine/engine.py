@@ -132,7 +132,8 @@ class Engine:
         """The kept sequences, for the engine's thread between two steps."""
         from ropewalk.server.engine.kept_cache import KeptCache
 
-        return KeptCache(self._manager, self._scheduler.kept, self._auditor.ledger)
+        kept, ledger = self._scheduler.kept, self._auditor.ledger
+        return KeptCache(self._manager, kept, ledger, self._statistics.operated)
 
     def continued(self, id_: str, client: str) -> Kept:
         """A kept sequence to which tokens may be added. Raises SequenceNotFound and the like."""

@@ -4,7 +4,7 @@ Used on the engine's thread, between two steps; the results are copies.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ropewalk.cache.ledger import Ledger
@@ -41,8 +41,16 @@ class Operated:
 class KeptCache:
     """`sequences` as their clients see them."""
 
-    def __init__(self, manager: CacheManager, sequences: KeptSequences, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        sequences: KeptSequences,
+        ledger: Ledger,
+        operated: Callable[[OpReport], object] = lambda report: None,
+    ) -> None:
+        """operated: is told of every operation."""
         self.sequences = sequences
+        self._operated = operated
         self._manager = manager
         self._ledger = ledger
 
@@ -78,6 +86,7 @@ class KeptCache:
         began = time.perf_counter()
         happened = self.sequences.apply(source.kept, asked)
         seconds = time.perf_counter() - began
+        self._operated(happened.report)
         after = self._seen(happened.after)
         return Operated(
             before,

@@ -20,6 +20,7 @@ from torch import Tensor
 from ropewalk.cache.keeper import Moves
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.types import OpReport
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
@@ -127,10 +128,15 @@ class Statistics:
         self._before = (0, 0, 0)
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
+        self._kept: list[OpReport] = []  # operations on kept sequences, since then
         self._moves = Moves()  # counted so far
 
     def flushed(self, blocks: int) -> None:
         self._flushed += blocks
+
+    def operated(self, report: OpReport) -> None:
+        """Something was done to a kept sequence."""
+        self._kept.append(report)
 
     def forget(self, request_id: str) -> None:
         """The request gets no more tokens."""
@@ -157,6 +163,7 @@ class Statistics:
         written = sum(work.rows for work in plan.work)
         generated = {event.request_id for event in events if event.token is not None}
         flushed, self._flushed = self._flushed, 0
+        kept, self._kept = tuple(self._kept), []
         spill = self._manager.spilled()
         moves, self._moves = spill.moves - self._moves, spill.moves
         return StepStats(
@@ -185,6 +192,7 @@ class Statistics:
             changed_weights=audit.changed_weights,
             shifts=plan.shifts,
             forks=plan.forks,
+            kept=kept,
             prefill_work=forecast.spent[0],
             decode_work=forecast.spent[1],
             phase=forecast.phase,

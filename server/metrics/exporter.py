@@ -254,6 +254,7 @@ class Metrics:
             yield _END
 
 
+CAUSES = ("context_shift", "kept_sequence")
 OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BLOCK_STATES = tuple(field.name for field in fields(BlockCounts))
 SPILL_STATES = ("free", "waiting", "cached")
@@ -282,8 +283,7 @@ class ModelMetrics:
         self._shifts = {outcome: child("context_shifts", outcome) for outcome in OUTCOMES}
         self._kept = child("context_shift_tokens", "kept")
         self._dropped = child("context_shift_tokens", "dropped")
-        # Forks copy and never rewrite, so a shift is the only cause.
-        self._rewritten = child("kv_rewritten_entries", "context_shift")
+        self._rewritten = {cause: child("kv_rewritten_entries", cause) for cause in CAUSES}
         self._position = {  # in the order of PositionalWork's fields
             phase: (
                 child("position_rotations", phase),
@@ -346,8 +346,9 @@ class ModelMetrics:
         for times in stats.timed:
             assert stats.phase is not None, "a step that computes nothing has no passes"
             self._observe_times(stats.phase, times)
-        for report in stats.forks:
-            self._observe_operation(report)
+        for cause, reports in (("context_shift", stats.forks), ("kept_sequence", stats.kept)):
+            for report in reports:
+                self._observe_operation(report, cause)
         for shift in stats.shifts:
             self._observe_shift(shift)
         if stats.batch_requests:
@@ -376,10 +377,10 @@ class ModelMetrics:
         self._dropped.inc(shift.dropped)
         if shift.report is not None:
             self.of["context_shift_seconds"].observe(shift.seconds)
-            self._observe_operation(shift.report)
+            self._observe_operation(shift.report, "context_shift")
 
-    def _observe_operation(self, report: OpReport) -> None:
-        self._rewritten.inc(report.rewritten)
+    def _observe_operation(self, report: OpReport, cause: str) -> None:
+        self._rewritten[cause].inc(report.rewritten)
         self.of["kv_stale_entries"].inc(report.stale)
         self.of["kv_moved_bytes"].inc(report.bytes_moved)
 

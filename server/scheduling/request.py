@@ -392,6 +392,7 @@ class StepStats:
     changed_weights: int = 0  # pieces of weights whose checksum no longer matched
     shifts: tuple[ContextShift, ...] = ()
     forks: tuple[OpReport, ...] = ()
+    kept: tuple[OpReport, ...] = ()  # operations on kept sequences, since the step before
     prefill_work: PositionalWork = NO_WORK  # before a request's first token
     decode_work: PositionalWork = NO_WORK
     phase: Phase | None = None  # None: nothing was computed

@@ -562,6 +562,16 @@ def test_who_leaves_while_appending_leaves_the_sequence_as_it_was(steps):
     assert manager.counts().active == 0
 
 
+def test_the_next_step_tells_of_operations():
+    engine, _ = make_engine(hidden, **TINY)
+    kept_ones(engine, 12)
+    engine.kept.apply("seq-0", "", Asked(Op.EVICT_RENUMBER, first=4, count=4))
+    engine.kept.apply("seq-0", "", Asked(Op.TRUNCATE, count=6))
+    told = engine.step().stats.kept
+    assert [report.op for report in told] == [Op.EVICT_RENUMBER, Op.TRUNCATE]
+    assert engine.step().stats.kept == ()
+
+
 def test_what_others_did_since_one_looked_is_not_written_over():
     engine, _ = make_engine(hidden, **TINY)
     kept = kept_ones(engine, 12, 12)

@@ -167,6 +167,7 @@ def test_a_step_is_counted():
         prefill_work=PositionalWork(1, 2, 3, 4, 5, 6),
         decode_work=PositionalWork(7, 8, 9, 10, 11, 12),
         forks=(OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),),
+        kept=(OpReport(Op.EVICT_RENUMBER, Capability.REWRITE, rewritten=8, should_change=8),),
         shifts=(
             ContextShift(40, 8, 0.002, OpReport(Op.EVICT_RENUMBER, Capability.FREE)),
             ContextShift(
@@ -226,6 +227,7 @@ def test_a_step_is_counted():
     states = ("free", "active", "cached", "quarantined")
     assert [value(metrics, "kv_blocks", state=state) for state in states] == [5, 4, 1, 2]
     assert value(metrics, "kv_rewritten_entries_total", cause="context_shift") == 26
+    assert value(metrics, "kv_rewritten_entries_total", cause="kept_sequence") == 16
     outcomes = ("reindexed", "rerotated", "recomputed")
     assert [value(metrics, "context_shifts_total", outcome=each) for each in outcomes] == [2, 2, 2]
     assert value(metrics, "context_shift_tokens_total", fate="kept") == 180
