@@ -222,6 +222,12 @@ class Question:
     count: int = 0
     offset: int = 0
 
+    @property
+    def leaves_context(self) -> bool:
+        """Whether entries remain that were computed among other tokens than they then have."""
+        drops = self.op in (Op.EVICT_KEEP, Op.EVICT_RENUMBER)
+        return self.op is Op.MOVE_SPAN or (drops and self.first + self.count < self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -295,7 +301,7 @@ class CachePlanner:
             "block_size": self.block_size,
             "bytes_per_token": self.bytes_per_token,
             "dtype": dtype_name(self._dtype),
-            "context_error": question.op in (Op.EVICT_KEEP, Op.EVICT_RENUMBER, Op.MOVE_SPAN),
+            "context_error": question.leaves_context,
             "measured": {**asdict(self._speed), "rests_on": RESTS_ON},
             "data": [
                 {

@@ -379,6 +379,7 @@ def test_a_plan_of_a_shift_for_every_encoding() -> None:
     ("body", "copied", "rewritten", "context_error"),
     [
         ({"operation": "evict_keep", "tokens": 38, "first": 4, "count": 8}, 0, 0, True),
+        ({"operation": "evict_keep", "tokens": 16, "first": 8, "count": 8}, 0, 0, False),
         ({"operation": "fork", "tokens": 38, "count": 38}, 2, 0, False),
         ({"operation": "fork", "tokens": 38, "count": 36}, 0, 0, False),
         ({"operation": "truncate", "tokens": 38, "count": 7}, 0, 0, False),
