@@ -39,7 +39,7 @@ class EncodingSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Covers every decoder-only architecture; `width` is that of the residual stream."""
+    """Covers every decoder-only architecture; `hidden_size` is that of the residual stream."""
 
     vocab_size: int  # rows of the embedding
     hidden_size: int
@@ -66,9 +66,13 @@ class ModelConfig:
     block: BlockKind | Callable[..., Iterator[Any]] = "pre_norm"
     embed_scale: float = 1.0  # factor on token embeddings, before positions are added
     embed_norm: bool = False  # after positions are added
-    embed_width: int | None = None  # of the embedding, when projected to `width` and back
+    embed_width: int | None = None  # of the embedding, when projected to `hidden_size` and back
     attention_scale: float | None = None  # factor on q · k; None: 1 / sqrt(head_dim)
     qkv_clip: float | None = None  # q, k and v are clamped to ± this
+
+    def seen(self, context: int) -> list[int]:
+        """For each layer, to how many of `context` keys the newest token attends."""
+        return [context if window is None else min(context, window) for window in self.windows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

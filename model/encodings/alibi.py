@@ -110,7 +110,7 @@ class ALiBi(PositionalEncoding):
 
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """A product and a sum for every key and head; with `hf_exact`, a table read and a sum."""
-        values = config.num_layers * config.num_heads * context
+        values = config.num_heads * sum(config.seen(context))
         exact = self.by_key is not None
         read = 4 * config.num_heads * (context if exact else 1)
         return PositionalWork(

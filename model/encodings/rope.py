@@ -22,7 +22,7 @@ from ropewalk.model.encodings.base import (
     inherits,
     need_table,
 )
-from ropewalk.model.encodings.common.cost import PositionalWork
+from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rope_scaling import Scaling, frequencies, scaling_from
 from ropewalk.model.encodings.common.rotary import Layout, Rotation, rotate_pairs
 
@@ -225,19 +225,23 @@ class RoPE(PositionalEncoding):
         block, and the new key; a kernel may rotate each block's keys instead when they are fewer
         than the queries that attend to them.
         """
-        rotating = sum(self.rotates(layer) for layer in range(config.num_layers))
+        seen = config.seen(context)
+        keys = [seen[layer] for layer in range(config.num_layers) if self.rotates(layer)]
+        if not keys:
+            return NO_WORK
         match self.key_storage:
             case KeyStorage.ABSOLUTE:
-                heads, angles = config.num_heads + config.num_kv_heads, 1
+                queries, rotated, angles = len(keys), len(keys), 1
             case KeyStorage.RAW:
-                heads, angles = config.num_heads + config.num_kv_heads * context, context
+                queries, rotated, angles = len(keys), sum(keys), max(keys)
             case KeyStorage.BLOCK:
-                blocks = -(-context // block_size)
-                heads, angles = config.num_heads * blocks + config.num_kv_heads, blocks + 1
+                blocks = [-(-count // block_size) for count in keys]
+                queries, rotated, angles = sum(blocks), len(keys), max(blocks) + 1
+        heads = config.num_heads * queries + config.num_kv_heads * rotated
         return PositionalWork(
-            rotations=rotating * heads,
-            flops=rotating * heads * 3 * self.width,
-            bytes=angles * self.width * self.cos.element_size() if rotating else 0,
+            rotations=heads,
+            flops=heads * 3 * self.width,
+            bytes=angles * self.width * self.cos.element_size(),
         )
 
 

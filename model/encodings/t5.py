@@ -208,7 +208,8 @@ class T5(PositionalEncoding):
         window, materialised = self.form == "window", self.form == "materialised"
         tables = config.num_layers if self.layers else 1
         columns = min(context, first.last_start if window else first.table.shape[1])
-        values = config.num_layers * config.num_heads * (columns if window else context)
+        seen = config.seen(context)
+        values = config.num_heads * sum(min(columns, each) if window else each for each in seen)
         built = tables * config.num_heads * context if materialised else 0
         read = tables * config.num_heads * columns + (values if materialised else 0)
         return PositionalWork(

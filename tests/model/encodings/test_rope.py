@@ -223,6 +223,22 @@ def test_work_by_storage():
     )
 
 
+def test_work_within_windows():
+    """Of 40 keys, layer 1 sees 20 and the others all."""
+    config = replace(CONFIG, windows=(None, 20, 100))
+
+    def rotations(storage):
+        options = ROPE | {"storage": storage, "layers": [0, 1]}
+        rope = create(EncodingSpec("rope", options), config, 16, CPU)
+        return rope.work(config, 40, 16).rotations
+
+    assert rotations("absolute") == 2 * (6 + 2)
+    assert rotations("raw") == 2 * 6 + 2 * (40 + 20)
+    assert rotations("block") == 6 * (3 + 2) + 2 * 2
+    alibi = create(EncodingSpec("alibi", {}), config, 16, CPU)
+    assert alibi.work(config, 40, 16).bias_values == 6 * (40 + 20 + 40)
+
+
 def test_what_moves_cost_by_storage():
     for storage in KeyStorage:
         rope = create(EncodingSpec("rope", ROPE | {"storage": storage}), CONFIG, 16, CPU)
