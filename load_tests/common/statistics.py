@@ -1,7 +1,8 @@
 """The figures of one run, by their definitions. differences.py compares variants.
 
 Latencies are those of requests that were served, stayed to the end and began in the steady
-window, so not of a closed loop's first wave, whose requests queue behind each other.
+window, so not of a closed loop's first wave, whose requests queue behind each other, nor of the
+first of an open loop, which find an empty server.
 """
 
 import math
@@ -53,11 +54,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests that met the objectives and began in the steady window, per second of it."""
+    """What met the objectives, per second of the steady window."""
 
-    share: float  # of all requests that did not leave, failed ones included
-    requests_per_s: float
-    tokens_per_s: float  # output tokens of those requests
+    share: float  # of the requests that began in it and did not leave, failed ones included
+    requests_per_s: float  # that began in it
+    tokens_per_s: float  # that arrived in it, as for all output tokens/s
 
 
 def figures(run: Run) -> Figures:
@@ -110,11 +111,12 @@ def goodput(run: Run, objectives: Mapping[str, float]) -> Goodput | None:
     asked = [o for o in run.outcomes if not o.left and _steady(run, o)]
     if seconds <= 0 or not asked:
         return None
-    good = [o for o in asked if o.error is None and _meets(o, objectives)]
+    good = [o for o in run.outcomes if not o.left and o.error is None and _meets(o, objectives)]
+    began = sum(_steady(run, outcome) for outcome in good)
     return Goodput(
-        share=len(good) / len(asked),
-        requests_per_s=len(good) / seconds,
-        tokens_per_s=sum(o.output_tokens for o in good) / seconds,
+        share=began / len(asked),
+        requests_per_s=began / seconds,
+        tokens_per_s=sum(_arrived(outcome, run) for outcome in good) / seconds,
     )
 
 

@@ -141,8 +141,8 @@ class Run:
     profile: Profile
     round: int
     outcomes: tuple[Outcome, ...]
-    steady_from: float  # time.perf_counter: the first worker's second request, or first arrival
-    steady_to: float  # when the first worker found nothing left to send, or the last arrival
+    steady_from: float  # time.perf_counter: the first worker's second request, or first answer
+    steady_to: float  # when the first worker found nothing left, or the next arrival was due
     server: ServerView | None = None  # None: it has no /metrics
 
     @property

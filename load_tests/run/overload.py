@@ -191,7 +191,7 @@ async def _phase(server: Server, pid: int, plan: Plan, profile: Profile) -> Phas
 def phase_of(driven: Driven, spent: Processor, seconds: float) -> Phase:
     """`spent` in all `seconds`, of which the steady window is a part."""
     steady = driven.steady_to - driven.steady_from
-    share = steady / seconds
+    share = min(steady / seconds, 1.0)
     served = [each for each in driven.outcomes if each.error is None]
     errors = [each.error for each in driven.outcomes if each.error is not None]
     return Phase(

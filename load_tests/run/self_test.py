@@ -103,7 +103,7 @@ async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Spee
     return Speed(
         tokens=sum(outcome.output_tokens for outcome in outcomes if outcome.error is None),
         failed=sum(outcome.error is not None for outcome in outcomes),
-        seconds=max(o.ended for o in outcomes) - driven.steady_from,
+        seconds=max(o.ended for o in outcomes) - min(o.intended for o in outcomes),
         tokens_per_s=_steady_rate(driven),
         cpu_s=time.process_time() - cpu_s,
         lag_p99_s=percentile([o.sent - o.intended for o in outcomes], 99),
@@ -112,7 +112,7 @@ async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Spee
 
 def _steady_rate(driven: Driven) -> float:
     """Tokens per second; counts chunks, which have one token each."""
-    start, end = driven.steady_from + _OUTPUT_TOKENS * _PACE_S, driven.steady_to
+    start, end = driven.steady_from, driven.steady_to
     arrived = sum(start < at <= end for each in driven.outcomes for at, _ in each.chunks)
     return arrived / (end - start)
 

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
@@ -28,22 +29,19 @@ class Driven:
 async def drive(plan: Plan, profile: Profile, seed: str, send: Send) -> Driven:
     """Send all requests of `plan` according to `profile` and wait for their outcomes."""
     if profile.open_loop:
-        offsets = arrival_offsets(len(plan.requests), profile, seed)
-        return await _open_loop(plan.requests, offsets, send)
+        *offsets, end = arrival_offsets(len(plan.requests) + 1, profile, seed)
+        return await _open_loop(plan.requests, offsets, end, send)
     return await _closed_loop(plan.requests, profile.concurrency, send)
 
 
 def arrival_offsets(count: int, profile: Profile, seed: str) -> list[float]:
-    """Seconds after the start at which each request leaves; the first leaves at once.
+    """Seconds after the start at which each request leaves, the first after a gap as well.
 
     The gaps are gamma distributed with mean 1/rate and shape `burstiness`; shape 1 is Poisson.
     """
     source = random.Random(seed)
     shape, scale = profile.burstiness, 1 / (profile.rate * profile.burstiness)
-    offsets = [0.0]
-    while len(offsets) < count:
-        offsets.append(offsets[-1] + source.gammavariate(shape, scale))
-    return offsets[:count]
+    return list(accumulate(source.gammavariate(shape, scale) for _ in range(count)))
 
 
 async def _closed_loop(requests: Sequence[Request], workers: int, send: Send) -> Driven:
@@ -77,13 +75,24 @@ async def _closed_loop(requests: Sequence[Request], workers: int, send: Send) ->
     )
 
 
-async def _open_loop(requests: Sequence[Request], offsets: Sequence[float], send: Send) -> Driven:
-    """Requests are sent at their times, however many are unanswered."""
+async def _open_loop(
+    requests: Sequence[Request], offsets: Sequence[float], end: float, send: Send
+) -> Driven:
+    """Requests are sent at their times, however many are unanswered.
+
+    The server begins empty, so the steady window opens with the end of the first answer, or at the
+    start if no request comes after that. It closes at `end`, when one more request would have come:
+    with the last one as its end, it would have as many arrivals as are due in a longer time.
+    """
     start = time.perf_counter()
     tasks: list[asyncio.Task[Outcome]] = []
     async with asyncio.TaskGroup() as group:
         for request, offset in zip(requests, offsets, strict=True):
             await asyncio.sleep(max(0.0, start + offset - time.perf_counter()))
             tasks.append(group.create_task(send(request, start + offset)))
-    last = offsets[-1] if offsets else 0.0
-    return Driven(tuple(task.result() for task in tasks), start, start + last)
+    outcomes = tuple(task.result() for task in tasks)
+    if not outcomes:
+        return Driven((), start, start)
+    first = min(outcome.ended for outcome in outcomes)
+    opened = first if first <= outcomes[-1].intended else start
+    return Driven(outcomes, opened, start + end)

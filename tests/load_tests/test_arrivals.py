@@ -95,7 +95,8 @@ def test_without_a_crowd_or_a_second_wave_every_request_counts(count, profile):
 def test_poisson_has_the_rate_and_the_scatter_of_its_name():
     offsets = arrival_offsets(5001, Profile("poisson", rate=4.0), "seed")
     mean, deviation = moments(offsets)
-    assert offsets[0] == 0.0
+    firsts = [arrival_offsets(1, Profile("poisson", rate=4.0), str(i))[0] for i in range(2000)]
+    assert sum(firsts) / len(firsts) == pytest.approx(1 / 4, rel=0.06)  # a gap like the others
     assert mean == pytest.approx(1 / 4, rel=0.06)
     assert deviation == pytest.approx(mean, rel=0.1)  # exponential: deviation = mean
 
@@ -128,8 +129,34 @@ def test_an_open_loop_does_not_wait_for_answers_and_keeps_to_its_intended_moment
         return await at_once(request, intended)
 
     result = driven(6, POISSON, send)
-    offsets = arrival_offsets(6, POISSON, "seed")
+    *offsets, end = arrival_offsets(7, POISSON, "seed")
     moments = [outcome.intended - result.steady_from for outcome in result.outcomes]
     assert moments == pytest.approx(offsets)
-    assert result.steady_to - result.steady_from == pytest.approx(offsets[-1])
+    assert result.steady_to - result.steady_from == pytest.approx(end)
     assert started[-1] < min(outcome.ended for outcome in result.outcomes)
+
+
+def test_the_window_of_an_open_loop_opens_with_the_first_answer():
+    async def send(request: Request, intended: float) -> Outcome:
+        await asyncio.sleep(0.05)
+        return await at_once(request, intended)
+
+    result = driven(40, POISSON, send)
+    assert result.steady_from == min(outcome.ended for outcome in result.outcomes)
+    assert result.outcomes[0].intended < result.steady_from < result.outcomes[-1].intended
+
+
+def test_an_open_loop_offers_its_rate_on_average():
+    """Whatever the window begins with, as many requests begin in it as its length is due."""
+    profile = Profile("poisson", rate=1000.0)
+
+    async def rate(seed: str) -> float:
+        result = await drive(plan(8), profile, seed, at_once)
+        start, end = result.steady_from, result.steady_to
+        return sum(start <= outcome.intended <= end for outcome in result.outcomes) / (end - start)
+
+    async def rates() -> list[float]:
+        return [await rate(str(seed)) for seed in range(300)]
+
+    found = asyncio.run(rates())
+    assert sum(found) / len(found) == pytest.approx(1000, rel=0.08)

@@ -99,10 +99,11 @@ def test_who_comes_while_others_decode_waits_for_the_end_of_a_step():
     trace = [Call(0, 0, 10, 100), Call(1, 0, 10, 1)]
     profile = Profile("poisson", rate=3.0)
     first, second = simulate(STEPS, 1, RoundRobin(1), trace, profile, "seed")
-    assert 0.02 < second.sent < first.ended
-    steps = math.ceil((second.sent - 0.02) / 0.01)
-    assert second.first == pytest.approx(0.02 + steps * 0.01 + 0.03)
-    assert first.ended == pytest.approx(0.02 + 98 * 0.01 + 0.03)
+    begins = first.sent + 0.02
+    assert begins < second.sent < first.ended
+    steps = math.ceil((second.sent - begins) / 0.01)
+    assert second.first == pytest.approx(begins + steps * 0.01 + 0.03)
+    assert first.ended == pytest.approx(begins + 98 * 0.01 + 0.03)
 
 
 def test_a_request_larger_than_the_cache_is_an_error():

@@ -142,3 +142,14 @@ def test_goodput_counts_requests_that_meet_every_objective():
     assert found.requests_per_s == pytest.approx(1 / 10)
     assert found.tokens_per_s == pytest.approx(11 / 10)
     assert goodput(run, {"ttft": 0.5, "tpot": 0.05}).share == 0.0
+
+
+def test_good_tokens_are_never_more_than_all():
+    late = outcome(9.0)  # tokens 6 to 11 come after the window
+    found = goodput(run_of(outcome(), late), {})
+    assert found.tokens_per_s == pytest.approx((11 + 6) / 10)
+    whole = figures(run_of(outcome(), late)).values["output_tokens_per_s"]
+    assert found.tokens_per_s == pytest.approx(whole)
+    before = goodput(run_of(outcome(), outcome(9.0), steady=(0.95, 10.0)), {})
+    assert before.requests_per_s == pytest.approx(1 / 9.05)  # of the one that began in the window
+    assert before.tokens_per_s == pytest.approx((6 + 6) / 9.05)
