@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ropewalk.load_tests.common.statistics import METRICS, RATES, Figures
-from ropewalk.load_tests.common.types import Result
+from ropewalk.load_tests.common.types import Result, Run
 from ropewalk.load_tests.report.cells import Cell, cells
 from ropewalk.load_tests.report.differences import (
     Difference,
@@ -21,7 +21,7 @@ from ropewalk.load_tests.report.differences import (
     difference,
     log_ratios,
 )
-from ropewalk.load_tests.report.formatting import interval, number
+from ropewalk.load_tests.report.formatting import interval, number, signed
 from ropewalk.load_tests.report.result import BadResult, read
 from ropewalk.load_tests.report.table import aligned
 from ropewalk.report.statistics import Estimate, Floats
@@ -50,7 +50,8 @@ examples:
   ropewalk bench compare a.json b.json --fail-on 'output_tokens_per_s<-5%' --plain
 
 Exit status: 0 when no condition holds, 1 when one does, 2 when a variant in a
-condition allows no conclusion, or a file cannot be used.
+condition allows no conclusion, is missing in the second result or fails more
+often there, or a file cannot be used.
 """
 
 
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *_machines(before, after),
     ):
         print(note)
-    return _conclude(rows, conditions)
+    return _conclude(rows, list(_doubts(old, new)), conditions)
 
 
 def _by_label(result: Result) -> dict[str, Cell]:
@@ -244,7 +245,24 @@ def _machines(before: Result, after: Result) -> Iterator[str]:
             yield f"Different {name}: {old} and {new}; the results come from different machines."
 
 
-def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:
+def _doubts(old: Mapping[str, Cell], new: Mapping[str, Cell]) -> Iterator[str]:
+    """What of the first result the second lacks, or has only of the requests that survived."""
+    for label, before in old.items():
+        for variant, runs in before.runs.items():
+            after = new[label].runs.get(variant) if label in new else None
+            if after is None:
+                yield f"{label} {variant}, which the second result lacks"
+            elif _failed(after) > _failed(runs):
+                yield f"{label} {variant}, which fails more often in the second result"
+
+
+def _failed(runs: Sequence[Run]) -> float:
+    """The share of the requests."""
+    errors = [outcome.error for run in runs for outcome in run.outcomes]
+    return sum(error is not None for error in errors) / max(1, len(errors))
+
+
+def _conclude(rows: Sequence[Row], doubts: Sequence[str], conditions: Sequence[Condition]) -> int:
     """Prints whether each condition holds; returns the exit status."""
     status = 0
     for condition in conditions:
@@ -255,10 +273,27 @@ def _conclude(rows: Sequence[Row], conditions: Sequence[Condition]) -> int:
             print(f"{condition.text} holds: {row.cell}, {row.variant}: {interval(row.found)}")
         if held:
             status = 1
-        elif open_ or not mine:
-            where = ", ".join(f"{row.cell} {row.variant}" for row in open_) or "any variant"
-            print(f"{condition.text}: nothing can be concluded about {where}")
+        elif open_ or doubts or not mine:
+            where = [*(f"{row.cell} {row.variant}" for row in open_), *doubts]
+            print(
+                f"{condition.text}: nothing can be concluded about "
+                f"{'; '.join(where) or 'any variant'}"
+            )
             status = status or 2
         else:
-            print(f"{condition.text} does not hold")
+            print(f"{condition.text} does not hold{_hidden(mine, condition)}")
     return status
+
+
+def _hidden(rows: Sequence[Row], condition: Condition) -> str:
+    """The largest change in the condition's direction that chance could have covered."""
+    same = [row for row in rows if row.found.verdict == "no difference"]
+    if not same:
+        return ""
+    if condition.above:
+        row = max(same, key=lambda row: row.found.high)
+        end = row.found.high
+    else:
+        row = min(same, key=lambda row: row.found.low)
+        end = row.found.low
+    return f"; {signed(end)} % could hide behind no difference: {row.cell}, {row.variant}"

@@ -106,6 +106,43 @@ def test_a_variant_that_fails_never_passes(compare):
     assert "40 requests of t5 failed in the second result." in text
 
 
+def test_what_the_second_result_lacks_never_passes(compare):
+    fewer = result({"nope": 1.0, "rope": 1.05}, POINTS, rounds=5)
+    status, text = compare(fewer, "--fail-on", "tpot_p99>+10%")
+    assert status == 2
+    lacking = "longctx 512 sync t5, which the second result lacks; longctx 2,048 sync t5, which"
+    assert f"tpot_p99>+10%: nothing can be concluded about {lacking}" in text
+    status, text = compare(result(FACTORS, POINTS[:1], rounds=5), "--fail-on", "tpot_p99>+10%")
+    assert status == 2
+    assert "longctx 2,048 sync nope, which the second result lacks" in text
+    assert compare(BEFORE, "--fail-on", "tpot_p99>+10%", before=fewer)[0] == 0  # more is no doubt
+
+
+def test_survivors_of_more_failures_never_pass(compare):
+    runs = [
+        replace(one, outcomes=(replace(one.outcomes[0], error="status 500"), *one.outcomes[1:]))
+        if one.variant == "t5"
+        else one
+        for one in BEFORE.runs
+    ]
+    worse = replace(BEFORE, runs=tuple(runs))
+    status, text = compare(worse, "--fail-on", "tpot_p50>+10%")
+    assert status == 2
+    assert "longctx 512 sync t5, which fails more often in the second result" in text
+    assert compare(worse, "--fail-on", "tpot_p50>+10%", before=worse)[0] == 0
+    assert compare(BEFORE, "--fail-on", "tpot_p50>+10%", before=worse)[0] == 0
+
+
+def test_what_could_hide_is_said(compare):
+    noisy = result({**FACTORS, "t5": 1.4}, POINTS, rounds=3, noise=0.3)
+    _, text = compare(noisy, "--fail-on", "tpot_p50>+5%", "--fail-on", "tpot_p50<-5%")
+    assert "(−33.4 to +97.3): no difference" in lines_of(text, "nope")[0]
+    where = "could hide behind no difference: longctx 2,048 sync, nope"
+    assert "(−92.7 to +500): no difference" in lines_of(text, "nope")[1]
+    assert f"tpot_p50>+5% does not hold; +500 % {where}" in text
+    assert f"tpot_p50<-5% does not hold; −92.7 % {where}" in text
+
+
 def test_few_runs_conclude_nothing(compare):
     few = result(FACTORS, POINTS, rounds=2)
     status, text = compare(few, "--fail-on", "tpot_p50>+10%")
