@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ropewalk.load_tests.common.statistics import Goodput, goodput, parse_slo
 from ropewalk.load_tests.report.cells import Cell
 from ropewalk.load_tests.report.charts import Mark
-from ropewalk.load_tests.report.formatting import digits, listed
+from ropewalk.load_tests.report.formatting import digits
 from ropewalk.load_tests.report.plot import (
     Subject,
     chart,
@@ -43,7 +43,8 @@ def goodput_plots(subject: Subject) -> Iterator[Section]:
             note=(
                 f"Objectives: {text}. A request is good if it was served and each of its latencies "
                 "met its objective; shares are of the requests that began in the steady window, "
-                "without those whose client left as planned."
+                "without those whose client left as planned. A share is the median of the runs, "
+                "with their range where they differ; ranges that overlap order nothing."
             ),
         )
 
@@ -63,20 +64,18 @@ def _shares(subject: Subject, cell: Cell, objectives: Mapping[str, float]) -> di
 
 
 def _said(cell: Cell, shares: Mapping[str, Estimate]) -> str:
-    """Which variants meet the objectives most and least often."""
-    best, worst = max(one.value for one in shares.values()), min(s.value for s in shares.values())
-    if best == worst:
-        return (
-            f"{cell.where}, every variant met the objectives in {digits(best)} % of the requests."
-        )
-    ends = {
-        value: [variant for variant, one in shares.items() if one.value == value]
-        for value in (best, worst)
-    }
-    return (
-        f"{cell.where}, {listed(ends[best])} met the objectives in {digits(best)} % of the "
-        f"requests, {listed(ends[worst])} in {digits(worst)} %."
-    )
+    """How often each variant met the objectives; medians alone would name winners by chance."""
+    if len(same := set(shares.values())) == 1 and (one := same.pop()).low == one.high:
+        return f"{cell.where}, every variant met the objectives in {_share(one)} of the requests."
+    (first, share), *others = ((variant, _share(one)) for variant, one in shares.items())
+    rest = "".join(f", {variant} in {share}" for variant, share in others)
+    return f"{cell.where}, {first} met the objectives in {share} of the requests{rest}."
+
+
+def _share(one: Estimate) -> str:
+    """100 %, or 92 % (84–96), where the runs differ."""
+    runs = "" if one.low == one.high else f" ({digits(one.low)}–{digits(one.high)})"
+    return f"{digits(one.value)} %{runs}"
 
 
 def _table(subject: Subject, cells: Sequence[Cell], objectives: Mapping[str, float]) -> Table:

@@ -65,7 +65,7 @@ def order_plots(subject: Subject) -> Iterator[Section]:
         return
     spans: dict[str, list[Mark]] = {}
     for run in runs:
-        told = f"{run.point.label}, {run.profile.label}, round {run.round}"
+        told = f"{run.point.label}, {run.profile.label}, round {run.round + 1}"
         began, ended = run.began / _MINUTE, run.ended / _MINUTE
         spans.setdefault(run.variant, []).append(Mark(Estimate(began, began, ended), told))
     charts = [timeline("what ran when", subject.series(spans), "minutes from the start")]
@@ -87,7 +87,7 @@ def order_plots(subject: Subject) -> Iterator[Section]:
     for run in runs:
         minute, seconds = (run.began - first) / _MINUTE, run.ended - run.began
         what = f"{run.point.label}, {run.profile.label}"
-        table.append((f"{minute:.1f}", run.variant, what, str(run.round), digits(seconds)))
+        table.append((f"{minute:.1f}", run.variant, what, str(run.round + 1), digits(seconds)))
     yield Section(
         key="order",
         title="The order of the runs",
@@ -147,7 +147,7 @@ def _drift(subject: Subject) -> dict[str, Estimate]:
             for round, one in by_round.items():
                 if (value := one.values.get(metric)) is not None:
                     off.setdefault(round, []).append((value / middle.value - 1) * 100)
-    found = {f"round {round}": spread(values) for round, values in sorted(off.items())}
+    found = {f"round {round + 1}": spread(values) for round, values in sorted(off.items())}
     return {name: one for name, one in found.items() if one is not None}
 
 

@@ -170,6 +170,15 @@ def test_goodput_is_there_where_objectives_were_given():
     assert "every variant met the objectives in 100 %" in loose.findings[0]
 
 
+def test_goodput_names_no_winner_among_variants_that_are_alike():
+    whole = result({"nope": 1, "rope": 1}, [CHAT], noise=0.05)
+    (said,) = by_key(replace(whole, arguments={"slo": "tpot=11.2ms"}))[
+        "chat-concurrency-goodput"
+    ].findings
+    shares = r"nope met the objectives in \S+ % \(\S+\) of the requests, rope in \S+ % \(\S+\)"
+    assert re.fullmatch(rf"Under chat, sync, {shares}\.", said)
+
+
 def test_keys_are_fit_for_a_link():
     whole = result({"nope": 1, "t5": 1.5}, [Point("file", "file:a b/c.jsonl")])
     assert "file:a-b-c.jsonl-concurrency" in by_key(whole)
@@ -246,4 +255,7 @@ def test_a_machine_that_drifts_is_seen():
     slow = result({"nope": 1.3, "rope": 1.3}, longctx(512), rounds=4, noise=0.0005)
     late = [run for run in slow.runs if run.round >= 2]
     mixed = replace(whole, runs=tuple([r for r in whole.runs if r.round < 2] + late))
-    assert "were 2" in by_key(mixed)["order"].findings[0]  # 30 % over the median between
+    said = by_key(mixed)["order"].findings[0]
+    assert "were 2" in said  # 30 % over the median between
+    assert re.match(r"Runs of round [34] were \S+ % slower than those of round [12] ", said)
+    assert {row[3] for row in by_key(mixed)["order"].table[1:]} == {"1", "2", "3", "4"}
