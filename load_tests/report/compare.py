@@ -42,11 +42,12 @@ least 3 runs of a cell, and 5 or more find smaller changes.
 _EPILOG = """\
 a condition is METRIC>+N% or METRIC<-N%. It holds where the change is beyond N and its verdict is
 not "no difference". Metrics: ttft, ttft_from_wire, itl, tpot and e2e, each with _p50, _p90 or _p99,
-and output_tokens_per_s, total_tokens_per_s.
+and output_tokens_per_s, total_tokens_per_s. A p99 of fewer than some hundred requests in a run is
+nearly the slowest one.
 
 examples:
   ropewalk bench compare before/result.json after/result.json
-  ropewalk bench compare a.json b.json --fail-on 'tpot_p99>+10%' --fail-on 'ttft_p50>+20%'
+  ropewalk bench compare a.json b.json --fail-on 'tpot_p50>+10%' --fail-on 'ttft_p50>+20%'
   ropewalk bench compare a.json b.json --fail-on 'output_tokens_per_s<-5%' --plain
 
 Exit status: 0 when no condition holds, 1 when one does, 2 when a variant in a

@@ -63,11 +63,11 @@ def log_ratios(
 
 
 def corrected(differences: Sequence[Difference]) -> list[Difference]:
-    """Verdicts corrected for the number of comparisons; intervals stay uncorrected.
+    """Verdicts corrected for the number of `differences`; intervals stay uncorrected.
 
     Of many comparisons some stand out by chance. With Benjamini and Hochberg (1995), at most 5 %
     of the tables in which nothing differs show a difference, and otherwise at most 5 % of the
-    differences shown are false on average.
+    differences shown are false on average. Other tables of the same result are not counted.
     """
     known = sorted(d.p for d in differences if d.verdict != "unknown")
     passing = [p for rank, p in enumerate(known, 1) if p <= LEVEL * rank / len(known)]
