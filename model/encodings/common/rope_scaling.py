@@ -87,7 +87,9 @@ class Yarn(Scaling):
     """Fast pairs unchanged, slow ones divided, a ramp between (arXiv 2309.00071, section 3.2).
 
     A pair is fast when it makes `beta_fast` rotations or more within the original context, slow
-    when it makes `beta_slow` or fewer. truncate: the ramp begins and ends at whole pairs.
+    when it makes `beta_slow` or fewer. The paper's ramp is linear in the number of rotations; this
+    one, as in the code that the models were trained with, is linear in the pair's index. truncate:
+    it begins and ends at whole pairs.
     """
 
     kind = "yarn"

@@ -151,18 +151,23 @@ def scores(subject: Subject) -> Picture | Omitted | None:
 
 def _about_scores(equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor) -> str:
     span = len(equal)
-    near = min(NEAR, span)
-    peaks = float((drawn.argmax(dim=1) < near).float().mean())
+    near = min(NEAR, max(1, span // 2))
+    peaks = drawn.argmax(dim=1)
+    nearest, farthest = (
+        float(inside.float().mean()) for inside in (peaks < near, peaks >= span - near)
+    )
     return (
         "Left: the mean of q · k over random q = k, as a share of |q| |k|; it falls on the whole, "
         f"but rises in {_rises(equal):.0%} of single steps. The envelope is the largest magnitude "
-        "from each distance on. Middle: RoFormer (arXiv 2104.09864, section 3.4.3) proves that an "
-        "upper bound of the score decays, not the score itself: shown is the bound's factor that "
-        "depends on distance, as a share of its value at 0; even this rises in "
-        f"{_rises(factor):.0%} of steps. Right: q and k drawn independently; their scores have the "
-        f"same spread at every distance. Of {len(drawn):,} such pairs, {peaks:.1%} score highest "
-        f"within the nearest {near} of {span:,} distances; if distance had no influence, "
-        f"{near / span:.1%} would. So closer words do not in general score higher: how distance "
+        "from each distance on. Middle: RoFormer (arXiv 2104.09864, section 3.4.3) derives an "
+        "upper bound of the score: shown is the bound's factor that depends on distance, as a "
+        "share of its value at 0. That it falls on the whole is seen, not proved, and says nothing "
+        f"of the score itself; it rises in {_rises(factor):.0%} of steps. Right: q and k drawn "
+        "independently; their scores have the same spread at every distance. Of "
+        f"{len(drawn):,} such pairs, {nearest:.1%} score highest within the nearest {near} of "
+        f"{span:,} distances, and {farthest:.1%} within the farthest {near}. On average both ends "
+        f"get the same, and more than their share of {near / span:.1%}, because peaks beyond an "
+        "end count there. So closer words do not in general score higher: how distance "
         "affects a model's scores depends on its trained weights."
     )
 

@@ -130,6 +130,10 @@ def test_rope_is_not_said_to_score_closer_words_higher() -> None:
     score = caption(found, "score")
     assert "closer words do not in general score higher" in score
     rises = [int(number) for number in re.findall(r"rises in (\d+)% of", score)]
+    assert "proves" not in score
+    ends = [float(share) for share in re.findall(r"([\d.]+)%(?: score highest)? within the", score)]
+    nearest, farthest = ends
+    assert nearest == pytest.approx(farthest, abs=1.5)  # percent; two deviations
     assert len(rises) == 2 and all(45 <= number <= 52 for number in rises)
     angle = caption(found, "angle")
     assert "6.28 for the fastest pair and 47,117 for the slowest" in angle
