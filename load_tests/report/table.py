@@ -11,6 +11,7 @@ from ropewalk.load_tests.report.plots import plots
 
 _METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_tokens_per_s")
 _MAIN = "tpot_p50"  # compared with the baseline
+_FEWEST = 100  # requests of a run that has a p99; of fewer it is nearly the slowest
 
 
 def tables(result: Result) -> str:
@@ -22,7 +23,10 @@ def tables(result: Result) -> str:
     parts.append("\n".join(sentences) or "Nothing was measured.")
     if warnings := [f"warning: {sentence}" for sentence in all_warnings(result)]:
         parts.append("\n".join(warnings))
-    parts.append(f"Medians of the runs. {defined(_METRICS)}")
+    parts.append(
+        f"Medians of the runs; no p99 where a run served fewer than {_FEWEST} requests. "
+        f"{defined(_METRICS)}"
+    )
     return "\n\n".join(parts)
 
 
@@ -72,5 +76,8 @@ def _table(subject: Subject, cells: Sequence[Cell]) -> str:
 
 
 def _median(cell: Cell, variant: str, metric: str) -> str:
+    served = [one.served for one in cell.figures[variant].values()]
+    if metric.endswith("_p99") and min(served) < _FEWEST:
+        return "–"
     found = cell.spread(variant, metric)
     return "–" if found is None else number(metric, found.value)

@@ -62,3 +62,14 @@ def test_one_variant_is_compared_with_nothing():
 
 def test_nothing_measured():
     assert tables(replace(LONGCTX, runs=())).startswith("Nothing was measured.")
+
+
+def test_a_p99_needs_a_hundred_requests():
+    few = result({"rope": 1}, [Point("chat", "chat")])
+    numbers = line(tables(few), "rope", "16/16").split()
+    at = numbers.index("16/16")
+    assert numbers[at + 2] == numbers[at + 4] == "–"
+    many = [replace(one, outcomes=one.outcomes * 25) for one in few.runs]
+    numbers = line(tables(replace(few, runs=tuple(many))), "rope", "400/400").split()
+    at = numbers.index("400/400")
+    assert float(numbers[at + 2]) > 0 and float(numbers[at + 4]) > 0
