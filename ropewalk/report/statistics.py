@@ -72,6 +72,10 @@ def by_document(means: Floats, weights: Floats) -> list[Estimate]:
     Documents are resampled, not tokens, as tokens of a text are correlated. means: [documents,
     columns], each document's own means; weights: [documents], the windows that each has. All
     columns share the same resamples, so differences of columns are paired. At least two documents.
+
+    With few documents, or few that have most of the windows, the interval is too narrow: of the
+    family's held-out texts, where one novel has a third of all windows and 24 documents count as
+    7.2 of one size, it held the true mean in nine of ten simulated cases.
     """
     count = len(weights)
     drawn = np.random.default_rng(SEED).multinomial(count, [1 / count] * count, size=RESAMPLES)

@@ -69,6 +69,9 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
     assert printed[0] == str(home / "report" / "MODEL_CARD.md")
     card = (home / "report" / "MODEL_CARD.md").read_text()
     assert "| scale 4.0, layout split |" in card
+    assert re.search(
+        r"One document has \d+ of the windows, so they count as much as \d+\.\d doc", card
+    )
     assert "| source | digest |" in card and card.endswith("Because the texts are short.\n")
     for name in ("loss", "recall", "training", "operations"):
         picture = home / "report" / f"evaluation-{name}.svg"

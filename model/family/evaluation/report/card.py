@@ -127,10 +127,14 @@ def _held_out(members: Sequence[Measured]) -> str:
             ]
         )
     heads = ["encoding", "held-out loss", f"more than {first.label}", "other seeds"]
+    total, effective = sum(base.windows), sum(base.windows) ** 2 / sum(n * n for n in base.windows)
     return (
         "Held-out loss is in nats per token at the later half of trained positions, on "
-        f"{sum(base.windows)} windows of that length in {len(base.documents)} documents; "
-        f"differences between models are paired by document.\n\n{table(heads, rows)}"
+        f"{total} windows of that length in {len(base.documents)} documents; differences between "
+        f"models are paired by document. One document has {max(base.windows)} of the windows, so "
+        f"they count as much as {effective:.1f} documents of one size would, and the intervals, "
+        "meant as 95 %, are too narrow where that is few: for 7.2, simulated ones held the true "
+        f"mean in nine of ten cases.\n\n{table(heads, rows)}"
     )
 
 
