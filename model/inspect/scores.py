@@ -79,7 +79,7 @@ class Pair:
 class Explanation:
     """Tensors are float32, [heads, keys]. content + position = scores, up to rounding.
 
-    content: the score without the bias, of query and key turned as if at one position; in layer 0
+    content: the score without the bias, of query and key rotated as if at one position; in layer 0
     of a model that adds positions to embeddings, what the embeddings alone make of it, and `terms`
     is what the position is the sum of. They are None where nothing can be split, and `why_not`
     says why.
