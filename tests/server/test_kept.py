@@ -41,6 +41,13 @@ VARIANTS = {  # what serves it, and whether it rewrites moved keys; None: it can
     "learned": ((), None),
     "sinusoidal": ((), None),
 }
+GREEDY = {
+    "temperature": 0,
+    "max_tokens": 8,
+    "ignore_eos": True,
+    "add_special_tokens": False,
+    "return_token_ids": True,
+}
 COUNTS = ("copied_entries", "rewritten_entries", "bytes_moved")
 
 
@@ -75,14 +82,7 @@ class Server:
         return self.sent("POST", path, {"operation": operation, **more})
 
     def complete(self, prompt, **more):
-        body = {
-            "prompt": prompt,
-            "temperature": 0,
-            "max_tokens": 8,
-            "ignore_eos": True,
-            "add_special_tokens": False,
-        }
-        answer = self.sent("POST", "/v1/completions", body | {"return_token_ids": True} | more)
+        answer = self.sent("POST", "/v1/completions", GREEDY | {"prompt": prompt} | more)
         return answer if "code" in answer else Answer(answer)
 
     def sent(self, method, path, body=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.server import disturbed
-from tests.server.test_kept import VARIANTS, load, serving, text
+from tests.server.test_kept import GREEDY, VARIANTS, load, serving, text
 from tests.server.test_preemption import BLOCKS, family
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,16 +32,9 @@ def served(variant, *flags):
 
 
 def completed(server, prompts, **more):
-    """The answers' tokens, the prompts' log-probabilities, and how much was cached."""
-    body = {
-        "prompt": prompts,
-        "max_tokens": 24,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "add_special_tokens": False,
-    }
-    found = server.sent("POST", "/v1/completions", body | more)
+    """The answers' tokens, the answers themselves, and how many tokens were cached."""
+    body = GREEDY | {"prompt": prompts, "max_tokens": 24} | more
+    found = server.sent("POST", "/v1/completions", body)
     assert "choices" in found, found
     cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
     return [choice["token_ids"] for choice in found["choices"]], found["choices"], cached
