@@ -211,7 +211,8 @@ def test_leaving_the_context_frees_what_it_holds() -> None:
 @pytest.mark.smollm2
 @pytest.mark.timeout(300)
 def test_messages_are_a_chat() -> None:
-    with ropewalk.load("smollm2", max_model_len="1k", kv_memory="256M") as loaded:
+    limits = {"max_model_len": "1k", "kv_memory": "256M"}
+    with ropewalk.load("smollm2", dtype="float32", **limits) as loaded:
         messages = [{"role": "user", "content": "What is the capital of France?"}]
         answer = loaded.generate(messages, max_tokens=24, temperature=0)
         assert "Paris" in answer.text

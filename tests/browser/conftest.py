@@ -18,8 +18,8 @@ def browser():
 
 @pytest.fixture(scope="package")
 def family(browser):
-    """The address of a server of the six models."""
-    with serving("family") as address:
+    """The address of a server of the six models, whose figures are those of every processor."""
+    with serving("family", "--dtype", "float32") as address:
         yield address
 
 

@@ -242,7 +242,9 @@ def test_every_control_is_reached_by_keyboard(family, opened):
 
 def test_load_counts_what_the_server_counts(family, opened):
     page = opened(f"{family}/#load")
-    for box in page.locator('[data-act^="load-model-"]').all()[1:]:
+    boxes = page.locator('[data-act^="load-model-"]')
+    expect(boxes).to_have_count(6)  # they come with the list of models
+    for box in boxes.all()[1:]:
         box.uncheck()
     act(page, "load-seconds").fill("1")
     press(page, "load-go")

@@ -54,7 +54,8 @@ COUNTS = ("copied_entries", "rewritten_entries", "bytes_moved")
 def load(variant, *flags):
     encoding = variant.split()[0]
     folder = Path(bundled.__file__).parent / "weights" / f"ropewalk-{encoding}"
-    flags = ("--kv-memory", "24M", "--audit", "full", *VARIANTS[variant][0], *flags)
+    exact = ("--dtype", "float32")  # the same on every processor
+    flags = (*exact, "--kv-memory", "24M", "--audit", "full", *VARIANTS[variant][0], *flags)
     (loaded,) = load_models(configured(str(folder), *flags), Metrics())
     return loaded
 
