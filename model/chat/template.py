@@ -5,6 +5,7 @@ take too long or too much memory. Knows no tokenizer.
 """
 
 import json
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -207,9 +208,10 @@ def chat_template_from_directory(path: Path, other: Path | None = None) -> ChatT
     config = read_tokenizer_config(path)
     beside = other or path / "chat_template.jinja"
     if beside.is_file():
-        source: object = _read(beside)
-        if other is None and (with_tools := path / WITH_TOOLS).is_file():
-            source = _joined(source, _read(with_tools))
+        plain = _read(beside)
+        with_tools = path / WITH_TOOLS
+        both = other is None and with_tools.is_file()
+        source: object = _joined(plain, _read(with_tools)) if both else plain
     else:
         fields = read_object(path / "chat_template.json") or {}
         source = config.chat_template or fields.get("chat_template")
@@ -219,10 +221,16 @@ def chat_template_from_directory(path: Path, other: Path | None = None) -> ChatT
 def chat_template_from_gguf(
     metadata: Mapping[str, object], other: Path | None = None
 ) -> ChatTemplate | None:
-    """From `tokenizer.chat_template`; None without one. `other` and errors as for a directory."""
+    """From `tokenizer.chat_template`; None without one.
+
+    Beside it may be one for chats with tools. `other` and errors as for a directory.
+    """
     source = metadata.get("tokenizer.chat_template") if other is None else _read(other)
     if source is None:
         return None
+    with_tools = metadata.get("tokenizer.chat_template.tool_use")
+    if other is None and isinstance(source, str) and isinstance(with_tools, str):
+        source = _joined(source, with_tools)
     from ropewalk.model.tokenizers.gguf_fields import TokenizerFields
 
     return _from_source(source, TokenizerFields(metadata).special_tokens())
@@ -269,5 +277,13 @@ def _default_of(named: list[Any]) -> object:
     return plain
 
 
-def _joined(plain: object, with_tools: str) -> str:
-    return f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}"
+def _joined(plain: str, with_tools: str) -> str:
+    """One template that writes what either writes alone."""
+    # The environment drops the line break after a tag, and of a whole template the last one; "+"
+    # keeps it from dropping the blanks before a tag.
+    first, second = map(_without_last_break, (with_tools, plain))
+    return f"{{% if tools %}}\n{first}{{%+ else %}}\n{second}{{%+ endif %}}"
+
+
+def _without_last_break(source: str) -> str:
+    return re.sub(r"(\r\n|\r|\n)\Z", "", source)

@@ -7,6 +7,7 @@ its bytes, and a file whose decoder is not such a rule is refused.
 import json
 from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import tokenizers
@@ -159,8 +160,13 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) ->
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens that the post-processor puts before a text and after it."""
-    plain = tokenizer.encode("a", add_special_tokens=False).ids
-    full = tokenizer.encode("a", add_special_tokens=True).ids
+    some = islice(tokenizer.get_vocab(with_added_tokens=False), 1_000)
+    for text in ("a", "A", "0", *some):  # some vocabularies know few letters
+        if plain := tokenizer.encode(text, add_special_tokens=False).ids:
+            break
+    else:
+        return [], []
+    full = tokenizer.encode(text, add_special_tokens=True).ids
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
             return full[:start], full[start + len(plain) :]

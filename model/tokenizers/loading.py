@@ -98,14 +98,17 @@ def _with_special(
     added: Iterable[AddedToken], config: TokenizerConfig, find: Callable[[str], int | None]
 ) -> list[AddedToken]:
     """The added tokens and the declared special ones, which are found in texts too."""
-    special = config.special_texts()
-    tokens = {
-        token.text: replace(token, special=token.special or token.text in special)
-        for token in added
-    }
-    for text in sorted(special - tokens.keys()):
+    named, listed = config.named(), config.listed()
+
+    def is_special(token: AddedToken) -> bool:
+        # added_tokens_decoder says of each token whether it is; being listed does not change that.
+        by_list = token.text in listed and token not in config.added
+        return token.special or token.text in named or by_list
+
+    tokens = {token.text: replace(token, special=is_special(token)) for token in added}
+    for text in sorted((named | listed) - tokens.keys()):
         if text and (token := find(text)) is not None:
-            tokens[text] = AddedToken(token, text, special=True)
+            tokens[text] = AddedToken(token, text, special=True, **config.found_as.get(text, {}))
     return list(tokens.values())
 
 

@@ -21,6 +21,8 @@ from ropewalk.model.tokenizers.spm_proto import longest_replacement, read_settin
 from ropewalk.model.tokenizers.trial import try_file
 
 _SPACE = "▁"
+_SPACES = re.compile(r"\s+")
+_WORD = re.compile(r"\w")
 
 
 class SpmModel:
@@ -123,21 +125,45 @@ class SpmTokenizer:
         self.eos: frozenset[int] = known - {-1}
         self.ends: Sequence[int] = ends
         self._start = [self.bos] if add_bos and self.bos is not None else []
-        self._ids = {token.text: token.id for token in tokens.values()}
         self._names = {token.id: token.text for token in tokens.values()}
-        self._pattern = _pattern(tokens.values())
+        self._added = {token.text: token for token in tokens.values()}
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         require_unicode(text)
         tokens = list(self._start) if bos else []
-        parts = self._pattern.split(text) if self._pattern else [text]
-        for index, part in enumerate(parts):
-            added = self._ids.get(part, self._ids.get(part.strip()))
-            if added is not None:
-                tokens.append(added)
-            elif part:
-                tokens.extend(self._processor_for(part, index == 0).encode(part))
-        return tokens
+        at = 0
+        for start, stop, token in self._find_added(text):
+            tokens += [*self._encode_part(text, at, start), token.id]
+            at = stop
+        return tokens + self._encode_part(text, at, len(text))
+
+    def _encode_part(self, text: str, start: int, stop: int) -> list[int]:
+        if not (part := text[start:stop]):
+            return []
+        ids: list[int] = self._processor_for(part, start == 0).encode(part)
+        return ids
+
+    def _find_added(self, text: str) -> Iterator[tuple[int, int, AddedToken]]:
+        """Where added tokens are in a text, with the white space that belongs to them.
+
+        As the `tokenizers` library finds them: the first, and of several there the longest; if
+        that must be a word and is not, none of them.
+        """
+        at = 0
+        for match in self._pattern.finditer(text):
+            token = self._added[match[0]]
+            start, stop = match.span()
+            within = _WORD.match(text[start - 1 : start]) or _WORD.match(text, stop)
+            if token.single_word and within:
+                continue
+            if token.lstrip:
+                start = at + len(text[at:start].rstrip())
+            if token.rstrip and (spaces := _SPACES.match(text, stop)):
+                stop = spaces.end()
+            yield start, stop, token
+            at = stop
 
     def _processor_for(self, part: str, starts: bool) -> sentencepiece.SentencePieceProcessor:
         if self._continuing is None:
@@ -178,17 +204,3 @@ def _entries(model: SpmModel, added: dict[int, AddedToken]) -> Iterator[tuple[by
             yield model.piece_bytes(token)
         else:
             yield b"", b""  # a gap between the model's pieces and an added id
-
-
-def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str] | None:
-    longest_first = sorted(tokens, key=lambda token: len(token.text), reverse=True)
-    if not longest_first:
-        return None
-    return re.compile("(" + "|".join(map(_found_as, longest_first)) + ")")
-
-
-def _found_as(token: AddedToken) -> str:
-    # Only from the start of white space: trying each position in it would take quadratic time.
-    before, after = r"(?:(?<!\s)\s*)?" * token.lstrip, r"\s*" * token.rstrip
-    word = rf"(?<!\w){re.escape(token.text)}(?!\w)" if token.single_word else re.escape(token.text)
-    return before + word + after

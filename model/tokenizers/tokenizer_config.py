@@ -25,6 +25,7 @@ class TokenizerConfig:
     """What is declared; None stands for what is not."""
 
     special_tokens: SpecialTokens
+    found_as: Mapping[str, Mapping[str, bool]]  # by text, of special tokens written as objects
     add_bos: bool | None
     add_eos: bool
     added: tuple[AddedToken, ...]
@@ -46,12 +47,14 @@ class TokenizerConfig:
         """Of both files, one per id."""
         return {token.id: token for token in (*self.older, *self.added)}.values()
 
-    def special_texts(self) -> frozenset[str]:
-        """The text of every token that has a name or is listed as special."""
-        values = self.special_tokens.values()
-        return frozenset(
-            text for value in values for text in ([value] if isinstance(value, str) else value)
-        )
+    def named(self) -> frozenset[str]:
+        """The text of every special token that has a name."""
+        return frozenset(each for each in self.special_tokens.values() if isinstance(each, str))
+
+    def listed(self) -> frozenset[str]:
+        """The text of every token in a list of special ones."""
+        lists = (each for each in self.special_tokens.values() if not isinstance(each, str))
+        return frozenset(text for texts in lists for text in texts)
 
     def _named(self, key: str) -> str | None:
         value = self.special_tokens.get(key)
@@ -63,17 +66,17 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
     config = read_object(directory / "tokenizer_config.json") or {}
     older = read_object(directory / "added_tokens.json") or {}
     fallback = read_object(directory / "special_tokens_map.json") or {}
+    # As in transformers: the older file counts where the newer lists no added tokens.
+    sources = (fallback, config) if "added_tokens_decoder" in config else (config, fallback)
     values = {
-        key: value
-        for source in (fallback, config)
-        for key, value in source.items()
-        if value is not None
+        key: value for source in sources for key, value in source.items() if value is not None
     }
     name = values.get("tokenizer_class")
     if not isinstance(name, str | None):
         raise _wrong("tokenizer_class", "a name")
     return TokenizerConfig(
         special_tokens=_special_tokens(values),
+        found_as=dict(_found_as(values)),
         add_bos=_flag(values, "add_bos_token"),
         add_eos=_flag(values, "add_eos_token") is True,
         added=tuple(_added(values.get("added_tokens_decoder", {}))),
@@ -119,6 +122,19 @@ def _special_tokens(values: Mapping[str, Any]) -> SpecialTokens:
     return found
 
 
+def _found_as(values: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, bool]]]:
+    lists = (values.get(key) for key in _MORE)
+    several = (one for each in lists if isinstance(each, list) for one in each)
+    alone = (value for key, value in values.items() if key.endswith("_token"))
+    for token in (*several, *alone):
+        if isinstance(token, dict) and (text := _text_of(token)):
+            yield text, _flags(token)
+
+
+def _flags(token: Mapping[str, Any]) -> dict[str, bool]:
+    return {key: token.get(key) is True for key in ("lstrip", "rstrip", "single_word")}
+
+
 def _text_of(token: object) -> str | None:
     """The value itself, or `content` where it is an object."""
     if isinstance(token, dict):
@@ -149,14 +165,9 @@ def _added(tokens: object) -> Iterator[AddedToken]:
         text = token.get("content")
         if not isinstance(text, str) or not text:
             raise _wrong("added_tokens_decoder", "an object of tokens with content")
-        flags = {key: token.get(key) is True for key in ("special", "lstrip", "rstrip")}
-        yield AddedToken(
-            int(number),
-            text,
-            **flags,
-            normalized=token.get("normalized", not flags["special"]) is True,
-            single_word=token.get("single_word") is True,
-        )
+        special = token.get("special") is True
+        normalized = token.get("normalized", not special) is True
+        yield AddedToken(int(number), text, special, normalized=normalized, **_flags(token))
 
 
 def _wrong(key: str, wanted: str) -> TokenizerError:

@@ -26,6 +26,7 @@ _BETWEEN = re.compile(r"[\w+\-.\s,:]+")
 _WORD = re.compile(r"[^\s,:{}\[\]<]+")  # of arguments with other quotes than JSON's
 _NAMES = ("name", "function", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
+_TYPES = {str: "string", type(None): "null"}
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -263,11 +264,13 @@ class Parser:
             key = (yield from self._up_to(">")).strip(" \"'")
             self._argue(call, f"{begin}{json.dumps(key, ensure_ascii=False)}: ")
             begin = ", "
-            schema = properties.get(key) if isinstance(properties, Mapping) else None
-            if isinstance(schema, Mapping) and schema.get("type") == "string":
+            kinds = _kinds(properties.get(key) if isinstance(properties, Mapping) else None)
+            if kinds == {"string"}:
                 yield from self._tagged_text(call)
             else:
-                self._argue(call, _literal((yield from self._up_to("</parameter>")).strip()))
+                said = yield from self._up_to("</parameter>")
+                text = kinds == {"string", "null"} and said.strip() not in ("null", "None")
+                self._argue(call, _as_string(said) if text else _literal(said.strip()))
         if tag in self._ends.all:
             self._at -= len(tag)
         if tag:
@@ -543,11 +546,36 @@ def _ignore(text: str) -> None:
     pass
 
 
+def _kinds(schema: object) -> set[str]:
+    """The types that a parameter may have; none where its schema does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return {named}
+    if isinstance(named, list):
+        return {str(each) for each in named}
+    if isinstance(values := schema.get("enum"), list):
+        return {_TYPES.get(type(each), "other") for each in values}
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    found = [_kinds(each) for each in branches] if isinstance(branches, list) else []
+    return set().union(*found) if all(found) else set()
+
+
+def _as_string(text: str) -> str:
+    """A parameter's text as a string, without the line breaks beside its tags."""
+    return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
 def _literal(word: str) -> str:
     """A word of JSON, or a string of what is none."""
     word = _PYTHONS.get(word, word)
     try:
-        json.loads(word)
+        json.loads(word, parse_constant=_no_constant)
     except ValueError:
         return json.dumps(word, ensure_ascii=False)
     return word

@@ -186,6 +186,31 @@ def test_a_template_for_tools_lies_in_a_folder_of_its_own(tmp_path):
     assert template.render([], add_generation_prompt=False, variables=tools) == "t"
 
 
+@pytest.mark.parametrize(
+    "source", ["X\n", "\n\nX\n\n", "X\r\n", "X\n  ", "  {{ 'X' }}\n", "{% if 1 %}\nX\n"]
+)
+def test_either_of_two_templates_writes_what_it_writes_alone(tmp_path, source):
+    """White space beside tags is dropped, so that it matters what stands before and after."""
+    source += "{% endif %}\n" if "if" in source else ""
+    alone = rendered(directory(tmp_path, {"chat_template": source}))
+    named = [{"name": "default", "template": source}, {"name": "tool_use", "template": source}]
+    template = directory(tmp_path, {"chat_template": named})
+    for tools in ([], ["t"]):
+        said = template.render([], add_generation_prompt=False, variables={"tools": tools})
+        assert said == alone
+
+
+def test_a_gguf_file_has_a_template_for_tools_beside_the_plain_one():
+    fields = {
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.chat_template": "d",
+        "tokenizer.chat_template.tool_use": "{{ tools[0] }}",
+    }
+    template = chat_template_from_gguf(fields)
+    assert rendered(template) == "d"
+    assert template.render([], add_generation_prompt=False, variables={"tools": ["t"]}) == "t"
+
+
 def test_a_template_that_is_no_text_is_refused(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja is not valid UTF-8"):
@@ -211,7 +236,7 @@ def test_every_declared_special_token_has_its_name(tmp_path):
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({"sep_token": {"content": "<sep>"}, "pad_token": "<other>", "cls_token": None})
     )
-    assert rendered(directory(tmp_path)) == "[<pad>|<unk>|<sep>|<s>|-|-|]"
+    assert rendered(directory(tmp_path)) == "[<other>|<unk>|<sep>|<s>|-|-|]"
 
 
 def test_special_tokens_of_a_model_s_own(tmp_path):

@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, processors
+from transformers import AutoTokenizer
 
 from ropewalk.model.tokenizers.base import TokenizerError, decode
 from ropewalk.model.tokenizers.hf import HfTokenizer
@@ -60,14 +63,44 @@ def test_the_post_processor_decides_when_nothing_is_declared(write):
     assert tokenizer_from_directory(path).encode("", bos=True) == [0]
 
 
-def test_special_tokens_map_fills_what_the_config_leaves_out(write):
+@pytest.mark.parametrize(("more", "bos"), [({"added_tokens_decoder": {}}, 0), ({}, 1)])
+def test_special_tokens_map_fills_what_the_config_leaves_out(write, more, bos):
+    """Where the config lists no added tokens, transformers prefers the map."""
     path = write(
         tokenizer__json=byte_level().to_str(),
-        tokenizer_config__json={"bos_token": "<s>", "eos_token": None},
+        tokenizer_config__json={"bos_token": "<s>", "eos_token": None, **more},
         special_tokens_map__json={"bos_token": "</s>", "eos_token": "<|im_start|>"},
     )
     tokenizer = tokenizer_from_directory(path)
-    assert (tokenizer.bos, tokenizer.eos) == (0, {2})
+    assert (tokenizer.bos, tokenizer.eos) == (bos, {2})
+    assert AutoTokenizer.from_pretrained(path).bos_token_id == bos
+
+
+def test_a_vocabulary_without_the_usual_letters_has_its_bos(write):
+    letters = {"<s>": 0, "</s>": 1, "C": 2, "G": 3, "T": 4}
+    known = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
+    known.decoder = decoders.Fuse()
+    known.add_special_tokens(["<s>", "</s>"])
+    known.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = tokenizer_from_directory(write(tokenizer__json=known.to_str()))
+    assert tokenizer.encode("GTC", bos=True) == known.encode("GTC").ids == [0, 3, 4, 2]
+    assert tokenizer.encode("GTC", bos=False) == [3, 4, 2]
+
+
+def test_a_token_that_is_not_special_is_written_though_it_is_listed(write):
+    path = write(
+        tokenizer__json=byte_level().to_str(),
+        tokenizer_config__json={
+            "added_tokens_decoder": {"3": declared("<tool>")},
+            "additional_special_tokens": ["<tool>"],
+        },
+    )
+    tokenizer = tokenizer_from_directory(path)
+    ids = tokenizer.encode("a<tool>b", bos=False)
+    theirs = AutoTokenizer.from_pretrained(path).decode(ids, skip_special_tokens=True)
+    assert decode(tokenizer, ids) == theirs == "a<tool>b"
 
 
 def test_a_bare_sentencepiece_model(write):
@@ -136,6 +169,7 @@ MARKED = [
         # In the vocabulary of tokenizer.json, but no added token there.
         {"config": {"eos_token": "and", "pad_token": "er"}},
         {"config": {"additional_special_tokens": ["and", "</s>"]}},
+        {"config": {"mask_token": {"__type": "AddedToken", **declared("and", lstrip=True)}}},
     ],
 )
 def test_added_tokens_beside_a_tokenizer_json_are_those_of_transformers(write, files):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -168,6 +169,36 @@ def test_added_tokens_that_are_whole_words():
     assert model.size in tokenizer.encode("a rope.", bos=False)
     for text in ("ropes", "a_rope", "éropé"):
         assert model.size not in tokenizer.encode(text, bos=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "second"),
+    [
+        ("x foo  bar", {"text": " foo", "rstrip": True}, {"text": "bar"}),
+        ("xfoo foo", {"text": "x"}, {"text": "foo", "single_word": True}),
+        ("foob foo", {"text": "fo"}, {"text": "foo", "single_word": True}),
+        ("x\n<b> <b>", {"text": "\n"}, {"text": "<b>", "lstrip": True}),
+        ("<b> \n<b>x", {"text": "\n"}, {"text": "<b>", "rstrip": True, "lstrip": True}),
+    ],
+)
+def test_added_tokens_that_overlap_are_found_as_the_tokenizers_library_finds_them(
+    text, first, second
+):
+    model = SpmModel(train_spm("llama"))
+    added = [
+        AddedToken(model.size + n, special=False, **flags)
+        for n, flags in enumerate((first, second))
+    ]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?", vocab={"?": 0}, merges=[]))
+    library.add_tokens(
+        [
+            tokenizers.AddedToken(flags.pop("text"), normalized=False, **flags)
+            for flags in (first, second)
+        ]
+    )
+    theirs = [model.size + token - 1 for token in library.encode(text).ids if token]
+    ours = SpmTokenizer(model, added=added).encode(text, bos=False)
+    assert [token for token in ours if token >= model.size] == theirs
 
 
 def test_long_white_space_before_tokens_that_take_it_is_read_once():

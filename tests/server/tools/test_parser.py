@@ -1,5 +1,7 @@
 """The parser: every family's answers, whatever is wrong with them, and however they are cut."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +103,28 @@ def test_a_text_in_tags_comes_piece_by_piece() -> None:
         "",
         '"',
     ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "meant"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "42", "42"),
+        ({"type": ["string", "null"]}, '{"k": 1}', '{"k": 1}'),
+        ({"type": ["string", "null"]}, "    return x\n", "    return x\n"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "1", 1),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({}, "-Infinity", "-Infinity"),
+        (None, "[1]", [1]),
+    ],
+)
+def test_a_text_in_tags_is_read_as_its_schema_says(schema, written: str, meant) -> None:
+    format = next(each for source, each in KNOWN if "<function=" in source)
+    answer = f"<tool_call>\n<function=get>\n<parameter=a>\n{written}\n</parameter>\n</function>\n"
+    tools = {"get": {"properties": {"a": schema}}}
+    ((_, arguments),) = read(format, [answer + "</tool_call>"], tools).calls
+    assert json.loads(arguments, parse_constant=pytest.fail) == {"a": meant}
 
 
 def fragments(format: Format) -> st.SearchStrategy[str]:
