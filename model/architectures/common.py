@@ -26,7 +26,8 @@ HARMLESS = """
     assistant_lookbehind attention_dropout attn_implementation bad_words_ids
     begin_suppress_tokens bos_token_id cache_config cache_implementation chunk_size_feed_forward
     classifier_dropout compile_config constraints continuous_batching_config
-    decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers dtype
+    custom_pipelines decoder_start_token_id disable_compile diversity_penalty do_sample
+    dola_layers dtype
     early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id
     epsilon_cutoff eta_cutoff experts_implementation exponential_decay_length_penalty
     finetuning_task force_words_ids forced_bos_token_id forced_eos_token_id
@@ -75,18 +76,23 @@ def harmless_in_gguf(own: str) -> Callable[[str], bool]:
 
 
 def refuse_foreign(
-    fields: Fields, model_type: str, model_class: str, adopted: str | None = None
+    fields: Fields,
+    model_type: str,
+    model_class: str,
+    adopted: str | None = None,
+    former: str | None = None,
 ) -> None:
     """Refuse heads other than the language model's, attention to later tokens, custom code, and
     quantised weights.
 
     adopted: the family's original code ("modeling_x.XForCausalLM"), since integrated into
-    transformers. Checkpoints may still name it or its class; it is never run.
+    transformers. Checkpoints may still name it or its class; it is never run. former: an older
+    name of the class.
     """
     classes = fields.texts("architectures")
     # Embedding models are published as the bare decoder; its head is then the tied embedding.
     served = {model_class, model_class.replace("ForCausalLM", "Model")}
-    served |= set() if adopted is None else {adopted.split(".")[-1]}
+    served |= {name.split(".")[-1] for name in (adopted, former) if name is not None}
     if classes is not None and served.isdisjoint(classes):
         raise fields.error(
             f"architectures is {shown(', '.join(classes))}, "

@@ -12,6 +12,9 @@ from ropewalk.model.weights.base import CheckpointError, shown
 
 log = getLogger(__name__)
 
+# Of what a model may have, so that 0 says that it has none.
+COUNTS = frozenset({"expert_count", "expert_used_count", "num_experts", "num_local_experts"})
+
 
 @dataclass(frozen=True, slots=True)
 class Like:
@@ -204,7 +207,8 @@ class Fields:
         """
         for key in sorted(self._values.keys() - self._read):
             value = self._values[key]
-            if value is None or value is False or value == [] or value == {} or harmless(key):
+            off = value is None or value is False or value == [] or value == {}
+            if off or (value == 0 and key.split(".")[-1] in COUNTS) or harmless(key):
                 continue
             raise self.error(f"{shown(key)} = {_brief(value)} is not supported")
         if self._assumed:

@@ -22,7 +22,7 @@ from ropewalk.model.architectures.common import (
 )
 from ropewalk.model.architectures.fields import Absent, Default, Fields, Like
 from ropewalk.model.config import EncodingSpec, ModelConfig
-from ropewalk.model.weights.base import WeightFile
+from ropewalk.model.weights.base import WeightFile, shown
 
 
 class GatedDecoder(Architecture):
@@ -131,6 +131,10 @@ class GatedDecoder(Architecture):
             context,
             layers=self.rotated_layers_in_gguf(layers),
         )
+        if self.gguf_pairs:  # the layout's name, where a file gives it
+            layout = fields.text(own + "tensor_data_layout")
+            if layout not in (None, "Meta AI original pth"):
+                raise fields.error(f"tensor_data_layout {shown(layout)} is not supported")
         config = ModelConfig(
             vocab_size=vocab_size_of_gguf(fields, own, weights),
             hidden_size=width,

@@ -11,6 +11,12 @@ from ropewalk.model.architectures.plain import Keys, PlainDecoder
 from ropewalk.model.architectures.rotation import rope_from_hf, rope_spec
 from ropewalk.model.config import ModelConfig
 
+# At the top level: keys that transformers does not read in this family, what it reads instead, and
+# what it takes that to be where it is absent.
+READ_ELSEWHERE = (
+    ("rope_theta", "rotary_emb_base", 10000.0),
+    ("partial_rotary_factor", "rotary_pct", 0.25),
+)
 NEWER_HEAD = "lm_head.weight"  # in files with transformers' in-memory names
 
 
@@ -55,6 +61,9 @@ class GPTNeoX(PlainDecoder):
     )
 
     def shape_from_hf(self, fields: Fields, usual: ModelConfig) -> ModelConfig:
+        for newer, older, default in READ_ELSEWHERE:
+            if not fields.states(older) and fields.get(newer) not in (None, default):
+                raise fields.error(f"transformers reads {older}, not {newer}, so state it, too")
         bias = fields.flag("attention_bias") is not False
         return replace(
             usual,

@@ -10,6 +10,7 @@ from ropewalk.model.architectures.t5 import T5
 class MT5(T5):
     model_type = "mt5"
     model_class = "MT5ForConditionalGeneration"
+    former_class = None
     gguf_name = None  # GGUF stores it as t5
     absent: ClassVar[Absent] = T5.absent | by(
         TRANSFORMERS,

@@ -8,7 +8,7 @@ from ropewalk.model.architectures import stored
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Absent, Fields, Like, by
 from ropewalk.model.architectures.gated import GatedDecoder
-from ropewalk.model.architectures.rotation import ROTATED
+from ropewalk.model.architectures.rotation import ORIGINAL, ROTATED
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.weights.base import WeightFile
 
@@ -49,6 +49,12 @@ class Phi3(GatedDecoder):
         for key in ("full_attn_mod", "interpolate_factor"):
             if fields.get(key) not in (None, 1):
                 raise fields.error(f"{key} other than 1 is not supported")
+        if not fields.states(ORIGINAL):
+            for section in (fields.get("rope_parameters"), fields.get("rope_scaling")):
+                if isinstance(section, dict) and section.get(ORIGINAL) not in (None, 4096):
+                    raise fields.error(
+                        f"transformers reads {ORIGINAL} at the top level, so state it there, too"
+                    )
         return super().config_from_hf(fields, weights)
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:

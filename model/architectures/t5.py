@@ -38,6 +38,7 @@ class T5(Architecture):
 
     model_type = "t5"
     model_class = "T5ForConditionalGeneration"
+    former_class: str | None = "T5WithLMHeadModel"
     gguf_name: str | None = "t5"
     # Old files hold a bias for cross-attention, which no version has ever read.
     derived = re.compile(
@@ -78,7 +79,7 @@ class T5(Architecture):
 
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_hf(fields)
-        refuse_foreign(fields, self.model_type, self.model_class)
+        refuse_foreign(fields, self.model_type, self.model_class, former=self.former_class)
         if fields.flag("is_encoder_decoder") is False:
             raise fields.error("is_encoder_decoder is false, but only the whole model is served")
         num_layers = fields.integer("num_layers", Most.LAYERS)

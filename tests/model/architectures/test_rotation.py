@@ -236,6 +236,10 @@ def test_phi3(changes, expected):
     [
         ({"attention_bias": True}, "'attention_bias' = True is not supported"),
         ({"interpolate_factor": 2}, "interpolate_factor other than 1"),
+        (
+            {"rope_scaling": LISTS | {"type": "su", "original_max_position_embeddings": 64}},
+            "reads original_max_position_embeddings at the top level",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear' is not supported"),
         ({"auto_map": {"AutoModelForCausalLM": "mine.Phi3ForCausalLM"}}, "auto_map asks to run"),
         ({"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "auto_map asks to run"),

@@ -96,6 +96,18 @@ def test_what_new_files_say_of_the_scale_counts(described):
     assert open_checkpoint(described(OLD_T5, **new)).config.output_scale == 1.0
 
 
+def test_the_class_may_have_its_first_name(described):
+    config = open_checkpoint(described(OLD_T5, architectures=["T5WithLMHeadModel"])).config
+    assert config.tied_embeddings
+
+
+def test_a_scale_that_umt5_as_published_does_not_have_is_told(described, caplog):
+    caplog.set_level("INFO")
+    config = open_checkpoint(described(UMT5, tie_word_embeddings=True)).config
+    assert config.output_scale == 32**-0.5  # as transformers computes it
+    assert "set it to false for a model that was published without" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
