@@ -3,6 +3,7 @@
 #   CPU:  docker build -t ropewalk .
 #   CUDA: docker build -t ropewalk --build-arg BASE=nvidia/cuda:13.0.2-base-ubuntu24.04 .
 #
+# EXTRAS=hub,events,otel adds what --kv-events and --otlp-endpoint need.
 # torch comes from PyTorch's own indexes, in the build that TORCH_BACKEND names (by default without
 # CUDA, or on the CUDA base for CUDA 13.0), or else from pip's: PIP_EXTRA_INDEX_URL may name one.
 # The CUDA base holds little: torch brings CUDA itself. It is there to refuse a driver that is too
@@ -42,7 +43,8 @@ COPY model model
 COPY server server
 COPY load_tests load_tests
 COPY ropewalk ropewalk
-RUN /opt/ropewalk/bin/pip install ".[hub]"
+ARG EXTRAS=hub
+RUN /opt/ropewalk/bin/pip install ".[${EXTRAS}]"
 
 FROM base AS runtime
 RUN useradd --uid 10001 --gid 0 --home-dir /var/lib/ropewalk --no-create-home ropewalk \

@@ -72,6 +72,7 @@ class ServeError(Exception):
     closes: ClassVar[bool] = False  # the connection
     extra_headers: ClassVar[Headers] = []
     retry_after: int | None = None  # whole seconds until another try may succeed
+    model: str | None = None  # whom it is about, where the body was not read
 
     def __init__(self, message: str, param: str | None = None, *, quotes: bool = False) -> None:
         super().__init__(message)
@@ -259,9 +260,10 @@ class QueueFull(ServeError):
     code = "queue_full"
     reason = "queue_full"
 
-    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+    def __init__(self, message: str, *, retry_after: int = 1, model: str | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+        self.model = model
 
 
 class QueueTime(QueueFull):

@@ -34,9 +34,15 @@ SPILL_SHARE, MOST_SPILLED = 0.125, 4 << 30  # of the host's free memory; bytes, 
 CGROUP = Path("/sys/fs/cgroup")
 QUOTA_FILES = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 MEMORY_FILES = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
 )
+MACHINE_MEMORY = Path("/proc/meminfo")
 
 
 def pick_device(wanted: str | None) -> torch.device:
@@ -120,7 +126,7 @@ def num_slots(budget: int | None, kv: KVCache, sharers: int) -> int:
     """
     size = kv.block_size * kv.bytes_per_token
     if budget is None:
-        budget = min(MOST_SPILLED, int(_free_host_memory() * SPILL_SHARE))
+        budget = min(MOST_SPILLED, int(free_host_memory() * SPILL_SHARE))
         return min(kv.blocks - 1, budget // sharers // size)
     return budget // sharers // size
 
@@ -141,12 +147,23 @@ def free_memory(device: torch.device) -> int:
     """Bytes the caches of all models may take when the user sets no limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
-    return int(_free_host_memory() * CPU_SHARE)
+    return int(free_host_memory() * CPU_SHARE)
 
 
-def _free_host_memory() -> int:
-    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def free_host_memory() -> int:
+    """Bytes that programs can have: pages of files that were read are given up for them."""
+    try:
+        kilobytes = _number_after("MemAvailable:", MACHINE_MEMORY.read_text())
+        machine = kilobytes << 10
+    except (OSError, ValueError):
+        machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_left_to_container()])
+
+
+def _number_after(word: str, text: str) -> int:
+    """Raises ValueError."""
+    words = text.split()
+    return int(words[words.index(word) + 1])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -170,13 +187,14 @@ def _cores_of_container() -> list[int]:
 
 
 def _left_to_container() -> list[int]:
-    """Bytes until this container's limit, past which it is killed; empty when it has none.
-
-    Pages of files that were read count as used, so this errs on the low side.
-    """
+    """Bytes until this container's limit, past which it is killed; empty when it has none."""
     left = []
-    for limit, used in MEMORY_FILES:
+    for limit, used, stat, unneeded in MEMORY_FILES:
         with suppress(OSError, ValueError):  # no such file, or the word "max"
             most = int((CGROUP / limit).read_text())
-            left.append(max(0, most - int((CGROUP / used).read_text())))
+            needed = int((CGROUP / used).read_text())
+            with suppress(OSError, ValueError):
+                # Of files that were read and are not in use: they count, but are given up first.
+                needed -= _number_after(unneeded, (CGROUP / stat).read_text())
+            left.append(max(0, most - needed))
     return left

@@ -12,14 +12,23 @@ from datetime import UTC, datetime
 
 from tqdm import tqdm
 
+log = logging.getLogger(__name__)
+
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 PATIENCE_S = 2.0  # how long a person waits without a message
 
 
 @contextmanager
 def said_if_long(text: str) -> Iterator[None]:
-    """Prints `text ...` after PATIENCE_S, unless the block is done by then."""
-    timer = threading.Timer(PATIENCE_S, lambda: print(f"{text} ...", file=sys.stderr, flush=True))
+    """Says `text ...` after PATIENCE_S, unless the block is done by then."""
+
+    def say() -> None:
+        if _logs_json():
+            log.info(text)
+        else:
+            print(f"{text} ...", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(PATIENCE_S, say)
     timer.daemon = True
     timer.start()
     try:
@@ -31,7 +40,12 @@ def said_if_long(text: str) -> Iterator[None]:
 def bar(
     text: str, total: int, unit: str, *, done: int = 0, log_every_s: float = 10
 ) -> "tqdm[None]":
-    """A progress bar that stays. In a log file it prints a line only every `log_every_s`."""
+    """A progress bar that stays. In a log file it prints a line only every `log_every_s`.
+
+    Where every line is JSON, there is only the beginning's.
+    """
+    if json_lines := _logs_json():
+        log.info("%s: %s", text, counted(total, unit))
     return tqdm(
         total=total,
         initial=done,
@@ -40,6 +54,7 @@ def bar(
         unit_scale=unit in ("B", "token"),
         unit_divisor=1024 if unit == "B" else 1000,
         mininterval=0.2 if sys.stderr.isatty() else log_every_s,
+        disable=json_lines,
     )
 
 
@@ -106,6 +121,10 @@ def configure_logs(level: str, form: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(form == "json")
     logging.getLogger("uvicorn.error").addFilter(_says_why)
+
+
+def _logs_json() -> bool:
+    return any(isinstance(each.formatter, JsonLines) for each in logging.getLogger().handlers)
 
 
 def _says_why(record: logging.LogRecord) -> bool:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
@@ -24,10 +25,10 @@ from dynamo.common.backend.run import run
 from dynamo.llm.exceptions import EngineShutdown, InvalidArgument, Unknown
 
 from ropewalk.server import hardware
-from ropewalk.server.cli.serve import as_told, serve
+from ropewalk.server.cli.serve import as_told, is_flag, serve
 from ropewalk.server.config import EventOptions, ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.errors import CommandError, ServeError, UsageError
+from ropewalk.server.errors import CommandError, NotReady, ServeError, UsageError, WeightsChanged
 from ropewalk.server.launch.build import Loaded, engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.body import read_body
@@ -42,6 +43,13 @@ SAMPLING = (
 )
 STOPPING = ("max_tokens", "min_tokens", "ignore_eos")
 FINISHES = {FinishReason.STOP: "stop", FinishReason.ABORT: "cancelled"}  # others: length
+# Of the HTTP side, which a worker does not have.
+FOREIGN = (
+    *("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "api_key", "allowed_host"),
+    *("drain_timeout", "request_timeout", "operator_routes", "otlp_endpoint", "metrics_compat"),
+)
+FAILED = 70  # the exit status of a server whose engine failed
+LAST_WORDS_S = 1.0  # until a worker ends whose engine failed, for the errors of what runs
 SALT = "dynamo-cache-salt:"  # by which Dynamo's router knows a salt among events' extra keys
 
 
@@ -75,7 +83,12 @@ class RopewalkEngine(LLMEngine):
         }.items():
             parser.add_argument(f"--{name}", default=default, help=f"default: {default}")
         own, words = parser.parse_known_args(argv)
-        config = server_config(as_told(serve.make_context("worker.py", words)))
+        told = serve.make_context("worker.py", words)
+        for name in FOREIGN:
+            if is_flag(told, name):
+                option = name.replace("_", "-")
+                raise UsageError(f"--{option} is of the HTTP side, which a worker does not have")
+        config = server_config(as_told(told))
         if len(config.models) != 1:
             raise UsageError("a worker has one model; start another worker for each of the others")
         if config.events is None:
@@ -94,7 +107,9 @@ class RopewalkEngine(LLMEngine):
             (self._loaded,) = await asyncio.to_thread(load_models, self._config, self._metrics)
         except CommandError as error:
             raise EngineShutdown(str(error)) from error
-        self._engine = engine_of(self._config, [self._loaded], self._metrics, lambda: None)
+        if self._loaded.defect is not None:
+            raise EngineShutdown(self._loaded.defect)
+        self._engine = engine_of(self._config, [self._loaded], self._metrics, end_soon)
         self._engine.start()
         facts, limits = self._loaded.facts, self._config.limits
         return EngineConfig(
@@ -126,6 +141,8 @@ class RopewalkEngine(LLMEngine):
         try:
             body = read_body(CompletionBody, fields_of(request, served.max_context))
             prompts = await completion_prompts(body, served)
+            if body.n not in (None, 1):
+                raise InvalidArgument("n does not pass through Dynamo; ask for one answer each")
             (choice,) = choices_for(body, prompts, served, salt_of(request))
             self._running[context.id()] = choice.request
             async with aclosing(engine.generate(served.name, [choice.request])) as batches:
@@ -144,8 +161,7 @@ class RopewalkEngine(LLMEngine):
                         chunk["completion_usage"] = {**used, "prompt_tokens_details": cached}
                     yield chunk
         except ServeError as error:
-            kind = InvalidArgument if error.status in range(400, 429) else Unknown
-            raise kind(str(error)) from error
+            raise kind_of(error)(str(error)) from error
         finally:
             self._running.pop(context.id(), None)
 
@@ -159,6 +175,20 @@ class RopewalkEngine(LLMEngine):
         if engine is not None:
             await engine.stop()
             self._loaded.close()
+
+
+def end_soon() -> None:
+    """End the process, as a server whose engine failed does: then Dynamo asks others."""
+    timer = threading.Timer(LAST_WORDS_S, os._exit, (FAILED,))
+    timer.daemon = True
+    timer.start()
+
+
+def kind_of(error: ServeError) -> type[Exception]:
+    """Dynamo's name for it: after EngineShutdown it asks another worker."""
+    if isinstance(error, NotReady | WeightsChanged):
+        return EngineShutdown
+    return InvalidArgument if error.status in range(400, 429) else Unknown
 
 
 def fields_of(request: Mapping[str, Any], context: int) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class HttpLog:
     def refused(self, exchange: Exchange, error: ServeError, model: str | None = None) -> None:
         """`model` is the one that the request named, if it came that far."""
         self._metrics.answered(exchange.route, exchange.method, exchange.status)
-        self._metrics.reject(model, error)
+        self._metrics.reject(model or error.model, error)
         if self._admits(error.code):
             why = {"code": error.code, "param": error.param}
             if not error.quotes:

@@ -150,9 +150,9 @@ class Door:
         outlook = self._outlook(model)
         appointments, now = self._appointments[model], self._clock()
         if late == inf:
-            return no_place(outlook.places, appointments.give(now, outlook.apart_s))
-        wait = late + outlook.most_s * SURE
-        return no_time(wait, outlook.most_s, appointments.give(now, outlook.apart_s, late))
+            return no_place(outlook.places, appointments.give(now, outlook.apart_s), model)
+        wait, after = late + outlook.most_s * SURE, appointments.give(now, outlook.apart_s, late)
+        return no_time(wait, outlook.most_s, after, model)
 
     def _room_at(self, model: str, late: float) -> float:
         """When who is refused now should come again."""

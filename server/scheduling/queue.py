@@ -209,21 +209,23 @@ class Appointments:
         return min(given, now + MAX_RETRY_AFTER - 1)
 
 
-def no_place(places: int, retry_after: int) -> QueueFull:
+def no_place(places: int, retry_after: int, model: str | None = None) -> QueueFull:
     """What one request gets where all places in the queue are taken."""
     return QueueFull(
         f"All {places} places in the queue (--max-queue) are taken; retry in {retry_after} s, or "
         "send fewer at once.",
         retry_after=retry_after,
+        model=model,
     )
 
 
-def no_time(wait: float, limit: float, retry_after: int) -> QueueTime:
+def no_time(wait: float, limit: float, retry_after: int, model: str | None = None) -> QueueTime:
     """What a request gets that waits for longer than `limit`. Seconds."""
     return QueueTime(
         f"The wait in the queue is {wait:.1f} s, longer than the limit of {limit:g} s "
         f"(--max-queue-time); retry in {retry_after} s, or send fewer at once.",
         retry_after=retry_after,
+        model=model,
     )
 
 

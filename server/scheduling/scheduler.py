@@ -273,7 +273,7 @@ class Scheduler:
             result = sampled[request.id] if samples else sampled.get(request.id)
             if result is not None and result.error is not None:
                 # Nothing it computed may reach others: not even blocks published before.
-                self._end(request, FinishReason.ERROR, now, forget=True)
+                self._end(request, _ending(result.error), now, forget=True)
                 events.append(_failure(request.id, request.cached, result.error))
                 continue
             self._advance(work)
@@ -401,7 +401,7 @@ class Scheduler:
             try:
                 forced = request.matcher.advance(result.token, self._most_forced(request))
             except FormFailed as error:
-                self._end(request, FinishReason.ERROR, now)
+                self._end(request, _ending(error), now)
                 return [_failure(request.id, request.cached, error)]
         results = [result, *map(Sampled, forced)]
         events = []
@@ -487,6 +487,11 @@ class Scheduler:
             end=now,
         )
         self._ended.append((request.id, summary))
+
+
+def _ending(error: ServeError) -> FinishReason:
+    """Of a request that failed: what is the client's fault is not counted as the server's."""
+    return FinishReason.ABORT if error.status < 500 else FinishReason.ERROR
 
 
 def _failure(request_id: str, cached: int, error: ServeError) -> TokenEvent:

@@ -14,12 +14,17 @@ import ropewalk
 from ropewalk.load_tests.workload.prompts import WORDS
 from ropewalk.model.tokenizers.loading import tokenizer_from_directory
 from ropewalk.server.download import family
+from ropewalk.server.errors import UsageError
 from tests.deploy.files import ROOT
 
 WORKER = ROOT / "deploy" / "dynamo" / "worker.py"
 
 
 class InvalidArgument(Exception):
+    pass
+
+
+class EngineShutdown(Exception):
     pass
 
 
@@ -44,7 +49,7 @@ STUBS = {
     "dynamo.common.backend.run": stub(run=None),
     "dynamo.llm": stub(),
     "dynamo.llm.exceptions": stub(
-        EngineShutdown=RuntimeError, InvalidArgument=InvalidArgument, Unknown=RuntimeError
+        EngineShutdown=EngineShutdown, InvalidArgument=InvalidArgument, Unknown=RuntimeError
     ),
 }
 
@@ -74,6 +79,7 @@ WANTED = {
 LEFT = {**WANTED, "stop_conditions": {"ignore_eos": True}}  # by a client, after three chunks
 IMPOSSIBLE = (
     {**WANTED, "sampling_options": {"temperature": -1}},
+    {**WANTED, "sampling_options": {"n": 2}},
     {**WANTED, "sampling_options": {"guided_decoding": {"regex": "a"}}},
     {**WANTED, "output_options": {"logprobs": 2}},
     {**WANTED, "token_ids": [4096]},
@@ -126,6 +132,30 @@ def test_a_worker_answers_as_a_server_does_and_is_found(worker):
     assert registered.llm.kv_cache_block_size == 16 and registered.llm.total_kv_blocks > 32
     ((endpoint, topic),) = sources
     assert endpoint.startswith("tcp://127.0.0.1:") and topic == ""
+
+
+def test_a_worker_whose_engine_failed_ends_and_sends_its_requests_elsewhere(worker, monkeypatch):
+    ended = []
+    monkeypatch.setattr(worker, "LAST_WORDS_S", 0)
+    monkeypatch.setattr(worker.os, "_exit", ended.append)
+
+    async def fail():
+        words = ["ropewalk-rope", "--tokenizer", "/t", "--kv-memory", "16M"]
+        engine, _ = await worker.RopewalkEngine.from_args(words)
+        await engine.start(7)
+        engine._engine._fail("as if a step had failed")
+        found = await answers(engine, 1, WANTED)
+        await engine.cleanup()
+        return found
+
+    assert isinstance(asyncio.run(fail()), EngineShutdown)
+    assert ended == [worker.FAILED]
+
+
+def test_options_of_the_http_side_are_refused(worker):
+    words = ["ropewalk-rope", "--tokenizer", "/t", "--request-timeout", "9"]
+    with pytest.raises(UsageError, match="--request-timeout is of the HTTP side"):
+        asyncio.run(worker.RopewalkEngine.from_args(words))
 
 
 def test_the_frontend_gets_the_tokenizer_of_the_bundled_models(tmp_path):

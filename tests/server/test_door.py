@@ -169,8 +169,8 @@ def test_a_refused_body_is_not_read(path):
             "request_rejections_total",
             reason="queue_full",
             code="queue_full",
-            model_name="unmatched",
-            encoding="unmatched",
+            model_name="toy",
+            encoding="rope",
         )
         == 1
     )

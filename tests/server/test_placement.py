@@ -93,7 +93,7 @@ def test_two_blocks_are_the_least():
 )
 def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
     kv = KVCache(Shape(3, 2, 5), blocks=21, block_size=4, dtype=torch.float32, device=CPU)
-    monkeypatch.setattr(hardware, "_free_host_memory", lambda: free)
+    monkeypatch.setattr(hardware, "free_host_memory", lambda: free)
     assert hardware.num_slots(budget, kv, sharers=2) == slots
 
 
@@ -106,12 +106,31 @@ def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
         ({"memory.max": "9000000", "memory.current": "5000"}, 4_096_000),
         ({"memory.max": "1000", "memory.current": "5000"}, 0),
         ({"memory/memory.limit_in_bytes": "80", "memory/memory.usage_in_bytes": "30"}, 50),
+        # Files that were read can be read again.
+        ({"meminfo": "MemFree: 1 kB\nMemAvailable: 3000 kB\n"}, 3_072_000),
+        (
+            {
+                "memory.max": "80",
+                "memory.current": "70",
+                "memory.stat": "anon 50\ninactive_file 20",
+            },
+            30,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "80",
+                "memory/memory.usage_in_bytes": "70",
+                "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 20",
+            },
+            30,
+        ),
     ],
 )
 def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):
     sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(hardware.os, "sysconf", sizes.get)
     monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "MACHINE_MEMORY", tmp_path / "meminfo")
     (tmp_path / "memory").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
@@ -155,7 +174,8 @@ def test_a_gpu_that_torch_cannot_use_is_not_passed_over_in_silence(monkeypatch, 
     assert hardware.pick_device(None) == CPU and not caplog.text
 
 
-def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch):
+def test_the_cache_takes_a_share_of_the_free_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "MACHINE_MEMORY", tmp_path / "none")
     monkeypatch.setattr(hardware.os, "sysconf", {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.get)
     assert hardware.free_memory(CPU) == 1000 * 4096 // 4
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100_000, 200_000))

@@ -52,7 +52,7 @@ def test_it_answers_as_the_application_does(options, monkeypatch):
             assert each[2]["error"]["code"] == "queue_full"
             assert int(each[1]["retry-after"]) > 0
         labels = dict.fromkeys(("reason", "code"), "queue_full")
-        labels |= dict.fromkeys(("model_name", "encoding"), "unmatched")
+        labels |= {"model_name": "toy", "encoding": "rope"}
         assert sample(app.state.metrics, "request_rejections_total", **labels) == 2
         engine.ahead = Outlook()  # there is room again
         for _ in range(2):

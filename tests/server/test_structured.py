@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 
 import pytest
 
@@ -226,13 +227,16 @@ class Stuck(Matcher):
 
 
 def all_events(running, made):
-    events = {each.id: [] for each in made}
+    """Events by request, and how many requests ended in which way."""
+    events, ends = {each.id: [] for each in made}, Counter()
     for each in made:
         running.submit(each)
     while running.busy:
-        for event in running.step().events:
+        step = running.step()
+        ends.update(summary.finish for summary in step.stats.ended)
+        for event in step.events:
             events[event.request_id].append(event)
-    return events
+    return events, ends
 
 
 @pytest.mark.parametrize("where", ["mask", "advance"])
@@ -241,8 +245,9 @@ def test_a_grammar_that_leads_nowhere_fails_its_request_alone(grammars, expected
     running, manager, scheduler = engine(decoder, decoder, 200, LONG)
     made = requests(grammars)
     made[2].matcher = Stuck(made[2].matcher, where)
-    events = all_events(running, made)
+    events, ends = all_events(running, made)
     scheduler.check()
+    assert ends[FinishReason.ABORT] == 1 and not ends[FinishReason.ERROR]  # the client's fault
     assert [event.error is not None for event in events.pop("r2")] == [False, False, True]
     assert {name: without_numbers(own) for name, own in events.items()} == {
         name: without_numbers(own) for name, own in expected.items() if name != "r2" and own
@@ -271,10 +276,10 @@ def test_one_that_leads_nowhere_fails_alone_in_a_step_launched_ahead(grammars):
     decoder = tiny("rope")
     running, device, _ = late(decoder, decoder, 100)
     made = requests(grammars[1:2], 8, ways=WAYS[:2], max_tokens=20)
-    want = all_events(running, requests(grammars[1:2], 8, ways=WAYS[:2], max_tokens=20))
+    want, _ = all_events(running, requests(grammars[1:2], 8, ways=WAYS[:2], max_tokens=20))
     stuck = next(each for each in made if each.matcher is not None)
     stuck.matcher = Stuck(stuck.matcher, "mask")
-    found = all_events(running, made)
+    found, _ = all_events(running, made)
     assert [event.error is not None for event in found.pop(stuck.id)] == [False, False, True]
     for name, events in found.items():
         assert without_numbers(events) == without_numbers(want[name])
