@@ -30,7 +30,7 @@ FOREIGN = {
     *("--kv-event-block-size", "--no-router-track-active-blocks"),
     *("--router-kv-overlap-score-credit", "--router-predicted-ttl-secs"),
     *("--kustomize", "--outfile", "--outtype", "--ratio", "--rm", "--secure-serving", "--target"),
-    *("--task", "--tasks", "--weight-format"),
+    *("--stop-timeout", "--task", "--tasks", "--weight-format"),
 }
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -70,7 +70,8 @@ def read_body(schema: type[AnyBody], body: Mapping[str, Any]) -> AnyBody:
 
 
 def _meant(message: Any) -> Any:
-    """Without the fields that say nothing. An answer without text has an empty one."""
+    """Without the fields that say nothing. An answer without text has an empty one, and the text
+    of one that OpenAI refused is its refusal."""
     if not isinstance(message, dict):
         return message
     kept = {
@@ -78,6 +79,9 @@ def _meant(message: Any) -> Any:
         for name, value in message.items()
         if value is not None and not (name in _EMPTY_MESSAGE_FIELDS and value == [])
     }
+    if kept.get("role") == "assistant" and isinstance(refused := kept.get("refusal"), str):
+        del kept["refusal"]
+        kept.setdefault("content", refused)
     if "tool_calls" in kept or kept.keys() & {"reasoning", "reasoning_content"}:
         kept.setdefault("content", "")
     return kept

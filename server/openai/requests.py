@@ -294,7 +294,7 @@ def _chat_grammar(
         return form
     from ropewalk.server.tools.grammars import calls_or_form, strict_calls
 
-    if body.tool_choice in ("none", "auto"):
+    if not body.must_call:
         if form is None:
             if not any(tool.strict for tool in tools):
                 return None

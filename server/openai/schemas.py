@@ -412,13 +412,29 @@ class NamedTool(Strict):
     function: FunctionChoice
 
 
+class Allowed(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """As if there were no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 def _tool_choice_form(value: Any) -> str:
-    return "word" if isinstance(value, str) else "named"
+    if isinstance(value, str):
+        return "word"
+    is_allowed = isinstance(value, dict) and value.get("type") == "allowed_tools"
+    return "allowed" if is_allowed else "named"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedTool, Tag("named")],
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedTools, Tag("allowed")],
     Discriminator(_tool_choice_form),
 ]
 
@@ -484,13 +500,31 @@ class ChatBody(TemplateBody, GenerationBody):
 
     @property
     def told_tools(self) -> Sequence[Tool]:
-        return () if self.tool_choice == "none" else self.tools
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [tool for tool in self.tools if tool.function.name in self._chosen_tools]
+        return () if choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in ("none", "auto")
 
     @property
     def named_tool(self) -> str | None:
         """The only function that may and must be called."""
         choice = self.tool_choice
         return choice.function.name if isinstance(choice, NamedTool) else None
+
+    @property
+    def _chosen_tools(self) -> frozenset[str]:
+        """Functions that `tool_choice` names."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return frozenset(tool.function.name for tool in choice.allowed_tools.tools)
+        return frozenset((choice.function.name,)) if isinstance(choice, NamedTool) else frozenset()
 
     @property
     def wanted_logprobs(self) -> int | None:
@@ -507,9 +541,9 @@ class ChatBody(TemplateBody, GenerationBody):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InvalidField("tools has two functions of one name; rename one", "tools")
-        if self.tool_choice not in ("none", "auto") and not names:
+        if self.must_call and not names:
             raise InvalidField("tool_choice asks for a call, but there are no tools", "tool_choice")
-        if self.named_tool is not None and self.named_tool not in names:
+        if not self._chosen_tools <= set(names):
             raise InvalidField("tool_choice names a function that tools lacks", "tool_choice")
         return self
 

@@ -409,6 +409,7 @@ def test_messages():
                 ],
             },
             {"role": "assistant", "content": "g", "reasoning_content": "why", "reasoning": ""},
+            {"role": "assistant", "content": None, "refusal": "no"},
         ]
     )
     assert [message.plain() for message in body.messages] == [
@@ -418,6 +419,7 @@ def test_messages():
         {"role": "user", "content": "d", "name": "eve"},
         {"role": "user", "content": "ef"},
         {"role": "assistant", "content": "g", "reasoning_content": "why", "reasoning": "why"},
+        {"role": "assistant", "content": "no"},
     ]
 
 

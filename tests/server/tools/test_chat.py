@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from ropewalk.server.openai.body import read_body
+from ropewalk.server.openai.schemas import ChatBody
 from ropewalk.server.tools.conventions import Conventions
 from ropewalk.server.tools.formats import THINK, Format
 from tests.server.toy import ScriptedEngine, ask, toy, toy_app
@@ -132,6 +134,25 @@ def test_no_tools_are_called_where_none_may_be() -> None:
     assert b"weather" not in bytes(engine.requests[0].tokens)
 
 
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_the_model_is_told_of_the_tools_that_are_allowed() -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    body = {"tools": [*TOOLS, other], "tool_choice": allowed("auto", "weather")}
+    engine, response = chat(CALL, **body)
+    (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert b"other" not in bytes(engine.requests[0].tokens)
+    for mode in ("auto", "required"):
+        plain = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS}
+        read = read_body(ChatBody, plain | {"tool_choice": allowed(mode, "now")})
+        assert [tool.function.name for tool in read.told_tools] == ["now"]
+        assert read.must_call == (mode == "required")
+
+
 def test_the_model_is_told_of_tools_and_results() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": ""}}
     messages = [
@@ -185,6 +206,8 @@ def test_every_token_keeps_its_score_and_every_choice_its_calls() -> None:
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": allowed("auto", "x")}, "tool_choice"),
+        ({"tool_choice": allowed("none", "now")}, "tool_choice.allowed_tools.mode"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.regex"),
         ({"tool_choice": "required", "tools": [called({"x-guidance": 5})]}, "tools"),
