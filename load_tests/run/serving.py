@@ -19,7 +19,6 @@ from urllib.parse import quote
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Variant, fetch, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
-from ropewalk.server.hardware import free_host_memory
 
 PROGRAM = (sys.executable, "-m", "ropewalk", "serve")
 FAMILY = "family"
@@ -183,7 +182,8 @@ async def _check_context(group: _Group, context: int) -> None:
 
 
 def _free_share(variants: int) -> int:
-    return int(free_host_memory() * _MEMORY_SHARE) // max(variants, 1)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * _MEMORY_SHARE) // max(variants, 1)
 
 
 @contextmanager
