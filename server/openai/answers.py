@@ -124,10 +124,12 @@ class Choice:
             piece.tokens.append(event.token)
             if self.speller is not None:
                 piece.scored.append((event.token, event.logprob))
-            if event.finish is FinishReason.STOP and event.token in self.request.params.stop_ids:
-                if event.token in self._stop_token_ids:
-                    piece.stop_reason = event.token
-            else:
+            ends = event.finish is FinishReason.STOP
+            ends = ends and event.token in self.request.params.stop_ids
+            named = ends and event.token in self._stop_token_ids
+            if named:
+                piece.stop_reason = event.token
+            if not ends or (named and self._include_stop):
                 self._write(piece, self._detokenizer.push(event.token))
         if event.finish is not None:
             self._write(piece, self._detokenizer.finish(), last=True)

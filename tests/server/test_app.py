@@ -268,6 +268,9 @@ def test_a_stop_token_of_the_client_is_named():
     (choice,) = complete(toy_app(), stop_token_ids=[ord("o")]).json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("Hell", "stop")
     assert choice["stop_reason"] == ord("o")
+    body = {"stop_token_ids": [ord("o")], "include_stop_str_in_output": True}
+    (choice,) = complete(toy_app(), **body).json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("Hello", ord("o"))
 
 
 @pairs(stream=[False, True], batch=[1, 3, 50], n=[1, 2])
