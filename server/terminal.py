@@ -45,7 +45,7 @@ def bar(
     Where every line is JSON, there is only the beginning's.
     """
     if json_lines := _logs_json():
-        log.info("%s: %s", text, counted(total, unit))
+        log.info("%s: %s %s", text, f"{total:,}", unit)
     return tqdm(
         total=total,
         initial=done,

@@ -5,10 +5,12 @@ import logging
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
+from ropewalk.server import terminal
 from ropewalk.server.terminal import JsonLines
 from tests.server.sockets import exchange, free_port
 
@@ -113,3 +115,18 @@ def test_what_json_has_no_form_for_is_written_as_text():
     record.fields = {"path": Path("a/b"), "n": 1}
     entry = json.loads(JsonLines().format(record))
     assert (entry["path"], entry["n"]) == ("a/b", 1)
+
+
+def test_what_takes_long_is_told_in_the_logs_form(capsys, monkeypatch):
+    monkeypatch.setattr(terminal, "PATIENCE_S", 0)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    told = logging.getLogger()
+    monkeypatch.setattr(told, "handlers", [handler])
+    monkeypatch.setattr(told, "level", logging.INFO)
+    with terminal.bar("fetching", 2048, "B") as bar:
+        bar.update(2048)
+    with terminal.said_if_long("compiling"):
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["message"] for line in lines] == ["fetching: 2,048 B", "compiling"]
