@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model import recipes
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.batch import in_order, of_one
@@ -87,6 +88,7 @@ class Explanation:
 
     encoding: str
     kind: Kind
+    key_storage: KeyStorage | None  # of a rotation: how much of it stored keys have
     window: int | None
     causal: bool
     num_kv_heads: int
@@ -236,6 +238,9 @@ class Looked:
         return Explanation(
             encoding=self.config.encoding.name,
             kind=self.kind,
+            key_storage=(
+                rotation.storage if rotation else KeyStorage.ABSOLUTE if turned else None
+            ),
             window=op.window,
             causal=op.causal,
             num_kv_heads=op.num_kv_heads,

@@ -240,6 +240,7 @@ def described(models: Models, name: str) -> dict[str, object]:
         "max_model_len": served.max_context,
         "encoding": served.encoding,
         "chat": served.chat_template is not None,
+        "encoder_decoder": served.encoder_decoder is not None,
     }
     return {**served.details, **found, **known}
 

@@ -110,6 +110,7 @@ def answer(
             for index, token in enumerate(tokens)
         ],
         "kind": found.kind,
+        "key_storage": found.key_storage,
         "causal": found.causal,
         "window": found.window,
         "scale": found.scale,

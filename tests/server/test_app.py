@@ -484,6 +484,7 @@ def test_models():
     one = ask(app, "GET", "/v1/models/org/a").json()
     assert one == body["data"][0]
     assert (one["object"], one["encoding"], one["parameters"]) == ("model", "rope", 7)
+    assert (one["chat"], one["encoder_decoder"]) == (True, False)
     assert error_of(ask(app, "GET", "/v1/models/a"), 404)["code"] == "model_not_found"
 
 

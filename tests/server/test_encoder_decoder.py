@@ -159,6 +159,7 @@ def test_what_is_told_of_the_model(server):
     client, _ = server
     told = client.get("/v1/models/umt5").json()
     assert (told["encoding"], told["max_model_len"], told["architecture"]) == ("t5", 100, "umt5")
+    assert told["encoder_decoder"] is True
     assert client.get("/health").status_code == 200
 
 

@@ -69,6 +69,8 @@ def test_a_query_is_explained(app, model, kind, pairs, bias) -> None:
     count = len(found["tokens"])
     assert (found["model"], found["kind"], found["query"], found["key"]) == (model, kind, 3, 1)
     assert found["side"] == ("encoder" if model == "both" else "decoder")
+    assert found["causal"] == (model != "both")
+    assert found["key_storage"] == ("absolute" if kind == "rotation" else None)
     if model != "both":
         assert "".join(each["text"] for each in found["tokens"][1:]).strip() == text
     for index, head in enumerate(found["heads"]):
@@ -88,6 +90,13 @@ def test_a_query_is_explained(app, model, kind, pairs, bias) -> None:
         angles = [(pair["query_angle"], pair["key_angle"]) for pair in found["pairs"]]
         assert angles == [(3 * pair["frequency"], pair["frequency"]) for pair in found["pairs"]]
     assert (bias and list(bias)) == (found["bias"] and found["bias"]["distances"])
+
+
+@pytest.mark.parametrize("storage", ["raw", "block"])
+def test_how_keys_are_stored_is_said(storage) -> None:
+    option = ("--encoding-option", f"storage={storage}", "--kv-memory", "16M")
+    found = explained(loaded_app("ropewalk-rope", *option), input="Once upon a time")
+    assert (found["kind"], found["key_storage"]) == ("rotation", storage)
 
 
 @pytest.mark.parametrize(
