@@ -172,44 +172,57 @@
     lead: "How does a token know how far back another one is? Choose two tokens. The picture shows where their distance " +
       "enters the score, and whether a position is part of what is stored.",
     mount(root, page) {
-      let shown = null; // {found, query, key, head, grown, moved}: an explanation, and where one looks
+      let shown = null; // {found, text, query, key, head, grown, moved}: an explanation, and where one looks
       let showing = false;
       const text = element("input", { type: "text", maxlength: 4000, "data-act": "position-text", "aria-label": "Text" });
       const layer = element("input", { type: "number", min: 0, value: 0, "data-act": "position-layer" });
       text.value = TEXT;
       const body = element("div", {});
-      layer.addEventListener("change", () => page.attempt(() => explain(shown?.query, shown?.text === text.value ? shown.found.tokens.map(({ id }) => id) : null)));
+      layer.addEventListener("change", () => (shown?.text === text.value ? page.attempt(() => explain(shown.query, idsOf(shown.found), shown.text)) : showText()));
       fill(root,
         element("form", { class: "row", submit: (event) => {
           event.preventDefault();
-          page.point(null);
-          page.attempt(() => explain());
+          showText();
         } },
           field("Text, at most 256 tokens", text, { class: "field wide" }), field("Layer", layer),
           element("button", { class: "main", "data-act": "position-show" }, "Show")),
         body);
 
+      const idsOf = (found) => found.tokens.map(({ id }) => id);
+
+      function showText() {
+        page.point(null);
+        page.attempt(() => explain());
+      }
+
       let asked = 0; // how often: only the newest answer counts
-      async function explain(query, ids = null) {
-        const input = ids ?? text.value, mine = ++asked;
-        const wanted = { model: page.model.id, input, layer: Number(layer.value), ...(query === undefined ? {} : { query }) };
+      // ids: the tokens of the text `of`, where these are known. Without `of`, what they say is put into
+      // the box: as the server joins them, since parts of a character are no text of their own.
+      async function explain(query, ids = null, of = ids ? null : text.value) {
+        const model = page.model.id, mine = ++asked;
+        const wanted = { model, input: ids ?? of, layer: Number(layer.value), ...(query === undefined ? {} : { query }) };
         clearTimeout(staying);
-        const found = await page.api.post("v1/positions/explain", wanted).catch((error) => {
-          if (mine === asked) [shown, body.textContent] = [null, ""]; // what is shown is not of this text
+        const answers = await Promise.all([page.api.post("v1/positions/explain", wanted), of === null ? page.api.post("detokenize", { model, tokens: ids }) : null]).catch((error) => {
+          if (mine !== asked) return null;
+          [shown, body.textContent] = [null, ""]; // what is shown is not of this text
           throw error;
         });
         if (mine !== asked) return;
+        const [found, said] = answers;
+        if (said) text.value = said.prompt;
         const key = shown?.key < found.query && shown.found.tokens.length === found.tokens.length ? shown.key : Math.floor(found.query / 2);
-        shown = { found, text: text.value, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
+        shown = { found, text: said ? text.value : of, query: found.query, key, head: Math.min(shown?.head ?? 0, found.heads.length - 1), grown: 0, moved: 0 };
         build();
         stay();
       }
 
       // What each pair adds to the score of this key: asked for once somebody has stayed at it.
       async function lookCloser() {
-        const { found, query, key } = shown;
-        const closer = await page.api.post("v1/positions/explain", { model: found.model, input: found.tokens.map(({ id }) => id), layer: found.layer, query, key });
-        if (shown?.found !== found || shown.key !== key) return;
+        const { found, query, key } = shown, isShown = () => shown?.found === found && shown.key === key;
+        const closer = await page.api.post("v1/positions/explain", { model: found.model, input: idsOf(found), layer: found.layer, query, key }).catch((error) => {
+          if (isShown()) throw error;
+        });
+        if (!isShown()) return;
         shown = { ...shown, found: { ...found, key, pairs: closer.pairs } };
         build();
       }
@@ -264,7 +277,7 @@
         const pairs = pairAt(shown, bias, distance);
         const last = found.causal ? query : found.tokens.length - 1; // that the query sees
         refill(body,
-          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: found.tokens.map(({ id }) => id), texts: found.tokens.map(({ text: each }) => each), index: i }) }),
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: idsOf(found), texts: found.tokens.map(({ text: each }) => each), index: i, text: shown.text }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown, pairs)),
           element("div", { class: "tries" },
@@ -309,12 +322,11 @@
         if (cursor?.model === model.id) {
           if (cursor.index >= MOST_TOKENS) return page.say(`Token ${format.count(cursor.index)} is past the first ${MOST_TOKENS}, which is as far as this panel looks.`);
           const ids = cursor.ids.slice(0, MOST_TOKENS), index = cursor.index;
-          if (String(ids) === String(shown?.found.tokens.map(({ id }) => id)) && index === shown.query && shown.found.model === model.id) return;
-          text.value = cursor.texts.slice(0, MOST_TOKENS).filter((each, i) => i > 0 || !/^<.+>$/.test(each)).join("");
-          page.attempt(() => explain(index, ids));
+          if (shown && String(ids) === String(idsOf(shown.found)) && index === shown.query && shown.found.model === model.id) return;
+          page.attempt(() => explain(index, ids, cursor.text));
         } else if (shown?.found.model !== model.id) {
           const like = page.models.find(({ id }) => id === shown?.found.model)?.vocab_size === model.vocab_size;
-          page.attempt(() => explain(like ? shown.query : undefined));
+          page.attempt(() => explain(like && shown.text === text.value ? shown.query : undefined));
         }
       };
       page.on("model", looked);

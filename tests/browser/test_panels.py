@@ -216,3 +216,42 @@ def test_a_key_is_moved_as_if_text_lay_between(panel, family):
     ]
     sentence = page.inner_text("#panel-position .told")
     assert f"at position {len(ids) - 1}, key “,” at 5, {len(ids) - 6} tokens back" in sentence
+
+
+def test_a_text_stays_what_was_typed(panel, family):
+    page, asked = panel("position"), []
+    page.wait_for_selector(".word.query")
+    page.on(
+        "request", lambda sent: sent.url.endswith("explain") and asked.append(sent.post_data_json)
+    )
+    text, box = "Hello 😀 Grüße שלום", '[data-act="position-text"]'
+    page.fill(box, text)
+    page.fill('[data-act="position-layer"]', "1")  # without Show: the query was of another text
+    page.press('[data-act="position-layer"]', "Tab")
+    page.click('[data-act="position-token-3"]')
+    page.wait_for_selector('.word.query[data-index="3"]')
+    assert page.input_value(box) == text
+    assert [each.get("query") for each in asked if "key" not in each] == [None, 3]
+    page.click('[data-act="tab-talk"]')
+    page.fill('[data-act="talk-prompt"]', text)
+    page.fill('[data-act="talk-tokens"]', "1")
+    press(page, "talk-go")
+    page.wait_for_selector(".talk-detail .talk-others")
+    page.click('[data-act="tab-position"]')
+    page.wait_for_selector(".word.query:not([data-index='3'])")
+    ids = [each["input"] for each in asked if "key" not in each][-1]
+    said = httpx.post(f"{family}/detokenize", json={"model": "ropewalk-rope", "tokens": ids}).json()
+    assert page.input_value(box) == said["prompt"] and said["prompt"].startswith(text)
+
+
+def test_an_error_that_came_too_late_is_not_shown(panel):
+    page, held = panel("position"), []
+    page.wait_for_selector(".word.query")
+    page.route("**/v1/positions/explain", lambda route: held.append(route), times=1)
+    page.click('[data-act="position-token-3"]')
+    page.wait_for_timeout(50)
+    page.click('[data-act="position-token-4"]')
+    page.wait_for_selector('.word.query[data-index="4"]')
+    held[0].fulfill(status=400, body='{"error": {"message": "Late."}}')
+    page.wait_for_timeout(200)
+    assert page.inner_text("#status") == "" and page.locator(".word.query").count() == 1
