@@ -18,6 +18,22 @@
       move: "The key has been given an earlier position, as when text before it is dropped. The hands that are stored (dashed) are now wrong, and those at the new position (solid) have to replace them: " +
         "every pair of every such key must be rotated and written again. This is what makes moving expensive.",
     },
+    raw: { // a rotation whose keys are stored without it
+      seen: "Each clock is one pair of numbers of the query and of the key. This model stores keys unrotated, and each step rotates every " +
+        "hand by its own token's position: fast pairs first, slow pairs last. The score only sees the angle between the hands.",
+      append: "The query is a later token now, and its hands are elsewhere. The key's hands are where they were, because " +
+        "a step rotates them by the key's own position, whatever comes later. So appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, as when text before it is dropped. Its hands were at the dashed ones, and are now at the solid ones. " +
+        "It is stored unrotated, and the next step rotates it by the new position: so moving changes nothing that is stored. That each step rotates all keys is its price.",
+    },
+    block: { // a rotation whose keys are stored with that of their place in the block
+      seen: "Each clock is one pair of numbers of the query and of the key. This model stores keys rotated by their place within their block, and each " +
+        "step adds the rotation by the block's first position: fast pairs first, slow pairs last. The score only sees the angle between the hands.",
+      append: "The query is a later token now, and its hands are elsewhere. The key's hands are where they were, because " +
+        "the key's block and its place there are the same, whatever comes later. So appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, as when text before it is dropped. Its hands were at the dashed ones, and are now at the solid ones. " +
+        "Blocks move as a whole, so its place within its block stays, and with it the rotation that is stored; only the block's first position is another. So moving changes nothing that is stored.",
+    },
     bias: {
       seen: "The encoding leaves queries and keys alone. It adds a number to each score, read off this curve at the distance between the two tokens.",
       append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
@@ -35,6 +51,10 @@
       move: "The key has been given an earlier position. There is none in the stored key, so moving changes nothing.",
     },
   };
+
+  const ENCODER = " This is an encoder: it reads a text as a whole, and each token sees later ones, too. Nothing is appended to what it has read, " +
+    "or moved in it: another text is computed anew.";
+  const AXIS = { true: "tokens back from the query", false: "tokens back from the query (left of 0) and ahead (right)" }; // by whether it is causal
 
   // One pair of a rotation as a clock. Angles in radians, counter-clockwise from three o'clock; `stored`
   // is where the key's hand was before it moved, or null; `adds` what the pair adds to the score, of at
@@ -65,14 +85,14 @@
 
   // Each key's score as content plus position: a ring is the content, a dot the score, the stem between
   // them what position added or took.
-  function splitChart(width, { head, query, last, key, choose }) {
+  function splitChart(width, { head, query, first, last, causal, key, choose }) {
     const height = 240, left = 44, right = width - 8, top = 26, bottom = height - 38;
-    const seen = [...Array(last + 1).keys()];
+    const seen = [...Array(last + 1).keys()].slice(first);
     const values = seen.flatMap((each) => [head.scores[each], head.content?.[each] ?? 0]);
     const y = scale([Math.min(0, ...values), Math.max(0, ...values)], [bottom, top]);
     const x = scale([query - last, Math.max(1, query)], [right - 8, left + 10], Math.max(2, Math.min(8, width / 80)));
     const drawing = svg("svg", { width, height, class: "chart", role: "img", "aria-label": "Each key's score in this head, split into content and position" },
-      axes({ x, y, left, right, top, bottom, xTitle: "tokens back from the query", yTitle: "score before softmax" }),
+      axes({ x, y, left, right, top, bottom, xTitle: AXIS[causal], yTitle: "score before softmax" }),
       svg("line", { x1: x(query - key), x2: x(query - key), y1: top, y2: bottom, class: "guide" }),
       seen.map((each) => {
         const [at, score] = [x(query - each), y(head.scores[each])];
@@ -106,7 +126,7 @@
   }
 
   // What each head adds to the score by distance; the chosen head's curve stands out.
-  function biasChart(width, { bias: { distances, heads }, head, distance }) {
+  function biasChart(width, { bias: { distances, heads }, head, causal, distance }) {
     const height = 240, left = 44, right = width - 54, top = 26, bottom = height - 38;
     const y = scale([Math.min(0, ...heads.flat()), Math.max(0, ...heads.flat())], [bottom, top]);
     const x = scale([distances[0], distances.at(-1)], [right, left], Math.max(2, Math.min(8, width / 80)));
@@ -114,7 +134,7 @@
     const curve = (each) => svg("path", { class: each === head ? "curve chosen" : "curve", d: path(heads[each].map((value, i) => [x(distances[i]), y(value)])) });
     const others = [...heads.keys()].filter((each) => each !== head);
     return svg("svg", { width, height, class: "chart", role: "img", "data-at": at, "aria-label": `What head ${head} adds at distance ${distance}: ${minus(at)}` },
-      axes({ x, y, left, right, top, bottom, xTitle: "tokens back from the query", yTitle: "added to the score" }),
+      axes({ x, y, left, right, top, bottom, xTitle: AXIS[causal], yTitle: "added to the score" }),
       others.map(curve), curve(head),
       svg("line", { x1: x(distance), x2: x(distance), y1: top, y2: bottom, class: "guide" }),
       svg("circle", { cx: x(distance), cy: y(at), r: 4.5, class: "score" }),
@@ -125,16 +145,16 @@
     return distances.reduce((best, each, i) => (Math.abs(each - wanted) < Math.abs(distances[best] - wanted) ? i : best), 0);
   }
 
-  // last: the last token that the query sees. The text as buttons: pointing at one or going there with the arrow keys makes it the key, pressing
-  // it the query. A bar under each is its share of the query's attention.
-  function strip({ tokens, weights, query, last, key, choose, ask }) {
-    const most = Math.max(...weights.slice(0, last + 1));
+  // first, last: the tokens that the query sees. The text as buttons: pointing at one or going there with the arrow keys makes it the key,
+  // pressing it the query. A bar under each is its share of the query's attention.
+  function strip({ tokens, weights, query, first, last, key, choose, ask }) {
+    const most = Math.max(...weights.slice(first, last + 1));
     const buttons = tokens.map(({ text }, i) => {
-      const role = i === query ? "query" : i === key ? "key" : i > last ? "unseen" : "";
+      const role = i === query ? "query" : i === key ? "key" : "", unseen = i > last ? "comes after the query, which does not see it" : i < first ? "is further back than the query sees in this layer" : null;
       return element("button", {
-        type: "button", class: `word ${role}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
-        "data-tip": `token ${i}${role === "unseen" ? ": comes after the query, which does not see it" : `: gets ${percent(weights[i])} of the query's attention`}`,
-        style: { "--share": i <= last ? weights[i] / most : 0 },
+        type: "button", class: `word ${role}${unseen ? " unseen" : ""}`, "data-act": `position-token-${i}`, "data-index": i, tabindex: i === key ? 0 : -1,
+        "data-tip": `token ${i}${unseen ? `: ${unseen}` : `: gets ${percent(weights[i])} of the query's attention`}`,
+        style: { "--share": unseen ? 0 : weights[i] / most },
         pointerenter: () => i <= last && i !== query && i !== key && choose(i), click: () => ask(i),
       }, visible(text), role === "query" || role === "key" ? element("small", {}, role) : null);
     });
@@ -239,10 +259,14 @@
         if (focus) body.querySelector(`.word[data-index="${shown.key}"]`)?.focus();
       }
 
+      // Whether a key so far back is outside of what this layer sees.
+      const isBeyond = ({ window }, distance) => window !== null && distance >= window;
+
       // The two tokens in every head, at the places that somebody has tried for them: what the encoding
       // adds at that distance, and the score with it. null: where it cannot be told from the distance.
       function pairAt({ found, key, grown, moved }, curve, distance) {
         return found.heads.map(({ head, content, position, scores, weights }, i) => {
+          if (isBeyond(found, distance)) return { head, content: null, position: null, score: null, weight: null };
           const now = { head, content: content?.[key] ?? null, position: position?.[key] ?? null, score: scores[key], weight: weights[key] };
           if (!grown && !moved) return now;
           if (found.kind === "none") return { ...now, weight: null };
@@ -254,9 +278,10 @@
       }
 
       const sentence = ({ found, query, key, head, grown, moved }, pairs) => {
-        const { terms } = found.heads[head], { content, position, score, weight } = pairs[head];
+        const { terms } = found.heads[head], { content, position, score, weight } = pairs[head], distance = query + grown - key + moved;
         const word = (i) => `“${visible(found.tokens[i].text).replace(/^·/, "")}”`;
-        const places = `Query ${word(query)} at position ${query + grown}, key ${word(key)} at ${key - moved}, ${many(query + grown - key + moved, "token")} back`;
+        const places = `Query ${word(query)} at position ${query + grown}, key ${word(key)} at ${key - moved}, ${many(Math.abs(distance), "token")} ${distance < 0 ? "ahead" : "back"}`;
+        if (isBeyond(found, distance)) return `${places}: not seen, since in this layer a query sees itself and ${many(found.window - 1, "token")} before it.`;
         if (score === null) return `${places}.`;
         const split = position === null ? "" : ` = content ${minus(content)} + position ${minus(position)}`;
         const share = weight === null ? "" : `, ${percent(weight)} of the attention`;
@@ -273,15 +298,16 @@
         const rotated = found.pairs?.[0]?.heads && found.key === key ? rotatedApart(found.pairs, far) : null;
         const bias = found.bias ? nearby(found.bias, far) : rotated;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
-        const tried = by + KINDS[kind][moved ? "move" : grown ? "append" : "seen"];
+        const texts = (kind === "rotation" && KINDS[found.key_storage]) || KINDS[kind];
+        const tried = by + texts[moved ? "move" : grown ? "append" : "seen"] + (found.causal ? "" : ENCODER);
         const pairs = pairAt(shown, bias, distance);
-        const last = found.causal ? query : found.tokens.length - 1; // that the query sees
+        const first = found.window === null ? 0 : Math.max(0, query - found.window + 1), last = found.causal ? query : found.tokens.length - 1; // that the query sees
         refill(body,
-          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: idsOf(found), texts: found.tokens.map(({ text: each }) => each), index: i, text: shown.text }) }),
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, first, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: idsOf(found), texts: found.tokens.map(({ text: each }) => each), index: i, text: shown.text }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown, pairs)),
           element("div", { class: "tries" },
-            element("div", { class: "choices", role: "group", "aria-label": "What if" },
+            !found.causal ? null : element("div", { class: "choices", role: "group", "aria-label": "What if" },
               button("As it is", "position-as-is", () => change({ grown: 0, moved: 0 }), { "aria-pressed": String(!grown && !moved) }),
               button("Append tokens", "position-append", () => change({ grown: grown + 1, moved: 0 }), { "aria-pressed": String(grown > 0) }),
               button("Move the key", "position-move", () => change({ grown: 0, moved: Math.min(key, moved + 1) }), { "aria-pressed": String(moved > 0), disabled: key === 0 ? true : null })),
@@ -295,16 +321,17 @@
               element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
               element("p", { class: "note" }, grown || moved ? "The text as it is, before anything was appended or moved. " : "", found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),
             headTable({ pairs, key, head, pick: (i) => change({ head: i }) })));
-        fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, last, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
-        if (bias) fitted(curve, (width) => biasChart(width, { bias, head, distance }));
+        fitted(chart, (width) => splitChart(width, { head: found.heads[head], query, first, last, causal: found.causal, key, choose: (i) => change({ key: i, grown: 0, moved: 0 }) }));
+        if (bias) fitted(curve, (width) => biasChart(width, { bias, head, causal: found.causal, distance }));
       }
 
       function clocks({ found, query, key, head, grown, moved }) {
-        const distance = query + grown - key + moved;
-        const added = ({ frequency, heads }) => (heads && found.key === key ? heads[head].magnitude * Math.cos(distance * frequency + heads[head].phase) : null);
+        const distance = query + grown - key + moved, absolute = !KINDS[found.key_storage];
+        const added = ({ frequency, heads }) => (heads && found.key === key && !isBeyond(found, distance) ? heads[head].magnitude * Math.cos(distance * frequency + heads[head].phase) : null);
         const most = Math.max(...found.pairs.map((pair) => Math.abs(added(pair) ?? 0)));
         return element("div", {},
-          element("ul", { class: "legend" }, [["query", "the query's hand, rotated for this step and not stored"], ["key", moved ? "the key's hand at its new position" : "the key's hand, as it is stored"], ["stored", "the key's hand as it is still stored"]]
+          element("ul", { class: "legend" }, [["query", "the query's hand, rotated for this step and not stored"], ["key", moved ? "the key's hand at its new position" : absolute ? "the key's hand, as it is stored" : "the key's hand, as a step rotates it"],
+            ["stored", absolute ? "the key's hand as it is still stored" : "the key's hand at its old position"]]
             .filter(([kind]) => kind !== "stored" || moved).map(([kind, meaning]) => element("li", {},
               svg("svg", { width: 26, height: 12, class: "clock", "aria-hidden": true }, svg("line", { x1: 0, x2: 22, y1: 6, y2: 6, class: `hand ${kind}` }),
                 kind === "query" ? svg("circle", { cx: 22, cy: 6, r: 3.5, class: "tip query" }) : kind === "key" ? svg("rect", { x: 19, y: 3, width: 6, height: 6, class: "tip key" }) : null),

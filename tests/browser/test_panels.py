@@ -255,3 +255,56 @@ def test_an_error_that_came_too_late_is_not_shown(panel):
     held[0].fulfill(status=400, body='{"error": {"message": "Late."}}')
     page.wait_for_timeout(200)
     assert page.inner_text("#status") == "" and page.locator(".word.query").count() == 1
+
+
+def explained_as(page, **changes):
+    """From now on explanations say what those of other models would."""
+
+    def answer(route):
+        route.fulfill(json=route.fetch().json() | changes)
+
+    page.route("**/v1/positions/explain", answer)
+    press(page, "position-show")
+
+
+def test_an_encoder_sees_later_tokens_and_nothing_is_appended_to_it(panel):
+    page = panel("position", "t5")
+    bias = {"distances": [*range(-40, 41)], "heads": [[0.1] * 81] * 4}
+    page.wait_for_selector(".word.query")
+    explained_as(page, side="encoder", causal=False, bias=bias)
+    page.wait_for_selector("[data-tried]:has-text('This is an encoder')")
+    page.click('[data-act="position-token-8"]')
+    page.wait_for_selector('.word.query[data-index="8"]')
+    page.hover('[data-act="position-token-11"]')
+    page.wait_for_selector(".told:has-text('3 tokens ahead')")
+    assert page.locator('[data-act="position-append"], .word.unseen').count() == 0
+    assert page.locator(".chart text:has-text('ahead')").count() == 2
+
+
+def test_keys_outside_the_window_are_not_seen(panel):
+    page = panel("position")
+    page.wait_for_selector(".word.query")
+    explained_as(page, window=4)
+    page.wait_for_selector(".word.unseen")
+    last = page.locator(".word").count() - 1
+    assert page.locator(".word.unseen").count() == last - 3
+    page.wait_for_selector(".told:has-text('sees itself and 3 tokens before it')")
+    assert set(page.locator("tr[data-head] [data-number]").all_inner_texts()) == {"–"}
+    page.hover(f'[data-act="position-token-{last - 2}"]')
+    page.wait_for_selector(".told:has-text('of the attention')")
+    press(page, "position-append")
+    page.wait_for_selector(".told:has-text('3 tokens back: in head 0, score')")
+    press(page, "position-append")
+    page.wait_for_selector(".told:has-text('4 tokens back: not seen')")
+
+
+def test_keys_that_are_stored_unrotated_move_for_free(panel):
+    page = panel("position")
+    page.wait_for_selector(".word.query")
+    for storage, how in (("raw", "stores keys unrotated"), ("block", "place within their block")):
+        explained_as(page, key_storage=storage)
+        page.wait_for_selector(f"[data-tried]:has-text('{how}')")
+        press(page, "position-move")
+        page.wait_for_selector("[data-tried=move]:has-text('moving changes nothing')")
+        assert "as it is still stored" not in page.inner_text("#panel-position")
+        page.unroute("**/v1/positions/explain")
