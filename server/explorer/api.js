@@ -103,17 +103,19 @@ class Api {
     for await (const { at, data } of this.source.events(method, path, body, options)) {
       if (data === "[DONE]") return;
       const found = JSON.parse(data);
-      if (found.error) throw new ApiError(200, found.error);
+      if (found?.error) throw new ApiError(200, errorIn(found) ?? { message: "the server ended this with an error; see its log" });
       yield { at, data: found };
     }
   }
 }
 
 async function refusal(answer) {
-  const found = await answer.json().catch(() => ({}));
   const message = `the server answered ${answer.status}; see its log`;
-  return new ApiError(answer.status, found.error ?? { message });
+  return new ApiError(answer.status, errorIn(await answer.json().catch(() => null)) ?? { message });
 }
+
+// The error in an answer; null where there is none of the server's form, as of a proxy in front of it.
+const errorIn = (found) => (typeof found?.error?.message === "string" && found.error.message ? found.error : null);
 
 // The data of server-sent events. Comments and other fields are left out.
 async function* dataOf(body) {

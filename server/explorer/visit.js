@@ -172,13 +172,14 @@ async function visitToReplay(bar) {
   if (inside !== null) return checked(inside.textContent);
   const wanted = new URLSearchParams(location.search).get("replay");
   if (wanted === null && location.protocol !== "file:") return null;
-  if (wanted) {
-    const url = new URL(wanted, location.href);
-    const visit = url.origin === location.origin ? checked(await (await fetch(url)).text().catch(() => "")) : null;
-    if (visit !== null) return visit;
-  }
+  let visit = null;
+  try {
+    const url = wanted ? new URL(wanted, location.href) : null;
+    if (url?.origin === location.origin) visit = checked(await (await fetch(url)).text());
+  } catch {} // no address, or no answer from there
+  if (visit !== null) return visit;
   const input = element("input", { type: "file", accept: ".json,application/json", "aria-label": "A recorded visit" });
-  fill(bar, element("p", { class: "visit-bar" }, "Choose a recorded visit: ", input, leaveReplay()));
+  fill(bar, element("p", { class: "visit-bar" }, wanted ? "There is no visit of this version at that address of this server. " : "", "Choose a recorded visit: ", input, leaveReplay()));
   for (;;) {
     await new Promise((resolve) => input.addEventListener("change", resolve, { once: true }));
     const visit = checked(await input.files[0]?.text());
