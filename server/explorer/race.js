@@ -40,9 +40,10 @@ class Race {
       const box = element("input", { type: "checkbox", value: id, checked: index < RACE_LANES, "data-act": `race-lane-${id}` });
       return element("label", {}, box, id);
     }));
-    const [{ trained_context: trained, max_model_len: served }] = page.models, limit = Math.min(trained ?? served, served);
+    this.models.addEventListener("change", () => this.ticked());
     this.go = button("Race", "race-go", () => this.race(false), { class: "main" });
-    this.past = button(`Go past ${format.count(limit)}`, "race-past", () => this.race(true));
+    this.past = button("", "race-past", () => this.race(true));
+    this.ticked();
     this.halt = button("Stop", "race-stop", () => {}, { disabled: true });
     this.verdict = element("p", { class: "race-verdict", "aria-live": "polite" });
     this.lanes = element("div", { class: "race-lanes" });
@@ -56,15 +57,24 @@ class Race {
     );
   }
 
+  // The ticked models. What cannot be ticked beside them looks it, and a limit that all share is named.
+  ticked() {
+    const boxes = [...this.models.querySelectorAll("input")], chosen = boxes.filter((box) => box.checked).map((box) => box.value);
+    for (const box of boxes) box.disabled = !box.checked && chosen.length >= RACE_LANES;
+    const models = chosen.map((id) => this.page.models.find((model) => model.id === id));
+    const limits = new Set(models.map(limitOf));
+    fill(this.past, limits.size === 1 ? `Go past ${format.count([...limits][0])}` : "Go past the limit");
+    return models;
+  }
+
   race(past) {
     if (!valid(this.tokens, this.temperature, this.seed)) return null;
     fill(this.lanes);
     fill(this.verdict);
     return this.page.attempt(() => busily(this.root, this.halt, async (signal) => {
-      const { models } = this.page;
-      const chosen = [...this.models.querySelectorAll("input:checked")].slice(0, RACE_LANES).map((box) => box.value);
+      const chosen = this.ticked();
       if (!chosen.length) return this.page.say("No lane is ticked; tick at least one.", true);
-      const lanes = chosen.map((id) => new Lane(models.find((model) => model.id === id), past));
+      const lanes = chosen.map((model) => new Lane(model, past));
       fill(this.lanes, lanes.map((lane) => lane.node));
       if (past) fill(this.verdict, "Reading the beginning of Moby-Dick first, in place of the prompt, up to the limit…");
       try {
@@ -90,12 +100,15 @@ class Race {
   }
 }
 
+// Where the context ends, or the trained length if that comes first.
+const limitOf = ({ trained_context: trained, max_model_len: served }) => Math.min(trained ?? served, served);
+
 class Lane {
-  // past: whether it is to go past the context's end, or the trained length if that comes first.
+  // past: whether it is to go past its limit.
   constructor(model, past) {
-    Object.assign(this, { model, past, count: 0, skipped: false, refused: null, dropped: 0, known: null });
+    Object.assign(this, { model, past, count: 0, skipped: false, refused: null, failed: null, dropped: 0, known: null });
     this.trained = model.trained_context ?? model.max_model_len;
-    this.limit = Math.min(this.trained, model.max_model_len);
+    this.limit = limitOf(model);
     this.text = element("p", { class: "race-text", tabindex: 0, "aria-label": `What ${model.id} writes` });
     this.state = element("span", { class: "race-state" });
     this.rows = {
@@ -103,7 +116,7 @@ class Lane {
       first: new LaneRow("first token after", "timed by this page, from sending the request; lanes wait for one another", false),
       flops: new LaneRow("positional work per token", "/v1/cache/plan, append: data[own].work.flops, at the last token's context length"),
       bytes: new LaneRow("positional bytes per token", "/v1/cache/plan, append: data[own].work.bytes, at the last token's context length"),
-      rewritten: new LaneRow("keys rewritten", "/metrics: by how much ropewalk_kv_rewritten_entries_total grew, each layer's and head's key counted, other clients' requests included"),
+      rewritten: new LaneRow("keys rewritten", "/metrics: by how much ropewalk_kv_rewritten_entries_total, cause context_shift, grew, each layer's and head's key counted, other clients' requests included"),
       beyond: new LaneRow(`tokens past ${format.count(this.trained)}`, "generated at positions beyond the trained length; /metrics: by how much ropewalk_extrapolated_tokens_total grew, other clients' requests included"),
     };
     this.node = element("article", { class: "race-lane", "data-model": model.id },
@@ -115,6 +128,7 @@ class Lane {
   async prepare(api, prompt, tokens, signal) {
     const model = this.model.id;
     if (this.past) {
+      if (this.model.encoder_decoder) return this.skip("not tried", "Not tried: an encoder-decoder's prompt and answer are two texts with positions of their own, so together they go past no limit.");
       if (this.limit > RACE_LONGEST) return this.skip("not tried", `Not tried: filling its ${format.count(this.limit)} tokens would take too long for a look. A smaller --max-model-len shows it.`);
       this.known = await tokensOf(api, model, this.limit + RACE_READ, signal);
       this.ids = this.known.slice(0, this.limit - RACE_BEFORE);
@@ -123,14 +137,16 @@ class Lane {
       this.ids = (await api.post("tokenize", { model, prompt }, { signal })).tokens;
       this.tokens = tokens;
     }
-    this.longest = Math.min(this.ids.length + this.tokens, this.model.max_model_len);
+    const before = this.model.encoder_decoder ? 1 : this.ids.length; // its decoder begins with a token of its own
+    this.longest = Math.min(before + this.tokens, this.model.max_model_len);
     const plan = await api.post("v1/cache/plan", { model, operation: "append", tokens: this.longest - 1 }, { signal });
     const { flops, bytes } = plan.data.find(({ own }) => own).work;
     this.rows.flops.set(flops, format.short(flops, "FLOP"));
     this.rows.bytes.set(bytes, format.bytes(bytes));
   }
 
-  // What the server refuses is this lane's answer; what else fails is everybody's.
+  // What the server refuses is this lane's answer, since the same request would be refused again. Other
+  // errors say nothing of the model. That there is no answer at all is everybody's affair.
   async attempt(work) {
     if (this.skipped) return;
     try {
@@ -140,6 +156,7 @@ class Lane {
         if (!this.count) this.skip("stopped", "Nothing came.");
         throw error;
       }
+      if (this.count || ![400, 409].includes(error.status)) return this.fail(error.message);
       this.refused = error.message;
       this.skip("refuses", `Refused: ${error.message}`);
     }
@@ -150,14 +167,16 @@ class Lane {
     // Where the context itself ends, only dropping its oldest tokens leads on.
     if (this.past && this.model.max_model_len <= this.ids.length + this.tokens) body.overflow = "shift";
     const began = api.now();
-    let first = null;
+    let first = null, finish = null;
     for await (const token of completion(api, body, signal)) {
+      finish ??= token.finish;
       if (token.id === undefined) continue;
       first ??= token.at;
       this.add(token);
       if (this.count === 1) this.rows.first.set(first - began, format.seconds((first - began) / 1000));
       else if (token.at > first) this.rows.pace.set((1000 * (this.count - 1)) / (token.at - first), `${format.number((1000 * (this.count - 1)) / (token.at - first))} /s`);
     }
+    if (!finish) return this.fail("the stream ended before its time");
     if (this.past && this.model.max_model_len > this.known.length) await this.read(api, signal);
   }
 
@@ -183,6 +202,13 @@ class Lane {
     }
   }
 
+  fail(why) {
+    [this.skipped, this.failed] = [true, why];
+    fill(this.state, "failed");
+    this.node.classList.add("failed");
+    this.text.after(element("p", { class: "note" }, `Failed: ${why}${/[.?!]$/.test(why) ? "" : "."}`));
+  }
+
   skip(state, why) {
     this.skipped = true;
     fill(this.state, state);
@@ -193,7 +219,7 @@ class Lane {
   // What the server counted.
   settle(grown) {
     const labels = { model_name: this.model.id };
-    this.rewritten = grown("kv_rewritten_entries_total", labels);
+    this.rewritten = grown("kv_rewritten_entries_total", { ...labels, cause: "context_shift" });
     this.beyond = grown("extrapolated_tokens_total", labels);
     this.dropped = grown("context_shift_tokens_total", { ...labels, fate: "dropped" });
     this.rows.rewritten.set(this.rewritten, format.count(this.rewritten));
@@ -269,7 +295,7 @@ function usualVerdict(lanes) {
 }
 
 function pastVerdict(lanes) {
-  const refused = lanes.filter((lane) => lane.refused !== null);
+  const refused = lanes.filter((lane) => lane.refused !== null), failed = lanes.filter((lane) => lane.failed !== null);
   const rest = lanes.filter((lane) => !lane.skipped);
   const rotated = rest.filter(({ rewritten }) => rewritten > 0);
   const shifted = rest.filter(({ dropped, rewritten }) => dropped > 0 && rewritten === 0);
@@ -281,6 +307,7 @@ function pastVerdict(lanes) {
   if (broken.length) parts.push(`${listed(broken)}: went past the trained length and broke.`);
   if (held.length) parts.push(`${listed(held)}: went past the trained length and held.`);
   if (refused.length) parts.push(`${listed(refused)}: refused.`);
+  if (failed.length) parts.push(`${listed(failed)}: failed, which says nothing of the encoding.`);
   if (shifted.length + rotated.length) parts.push("(Positions never pass what the server serves: a larger --max-model-len lets them.)");
   if (rest.length) parts.push("Read up to there: the beginning of Moby-Dick, in place of the prompt.");
   return parts.join(" ");

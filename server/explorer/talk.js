@@ -1,7 +1,8 @@
 // Talk: a completion or a chat, each token a cell.
 //
 // Every run is a row: what was sent, then what came. A run that continues from a token of another
-// sends that token's ids and all before it, so it begins in blocks that the cache has already.
+// sends that token's ids and all before it, so it begins in blocks that the cache has already. Not so
+// of an encoder-decoder: what is sent is read by the encoder, and the answer is another text.
 
 panels.push({
   id: "talk",
@@ -157,8 +158,13 @@ class Talk {
     const cell = run.node.cells.children[index];
     cell.tabIndex = 0;
     cell.setAttribute("aria-pressed", "true");
-    this.page.point({ model: run.model, ids: run.ids, texts: run.texts, index });
+    const whole = this.isTwo(run) ? run.sent : run.ids.length; // Position looks at the encoder's text
+    this.page.point(index < whole ? { model: run.model, ids: run.ids.slice(0, whole), texts: run.texts.slice(0, whole), index } : null);
     this.describe();
+  }
+
+  isTwo({ model }) {
+    return this.page.models.find(({ id }) => id === model)?.encoder_decoder ?? false;
   }
 
   describe() {
@@ -167,13 +173,13 @@ class Talk {
       return;
     }
     const { run, index } = this.chosen;
-    const token = run.tokens[index - run.sent] ?? null;
+    const token = run.tokens[index - run.sent] ?? null, isTwo = this.isTwo(run);
     const rows = token === null ? [] : token.alternatives.map(([text, logprob], rank) => {
       const share = Math.exp(logprob);
       const bar = element("span", { class: "bar" });
       bar.style.setProperty("--share", share);
       const take = button(visible(text), `talk-take-${rank}`, () => this.take(rank), { class: "token", title: `Go on with this one instead` });
-      return element("tr", { class: text === token.text ? "came" : null }, element("td", {}, take), element("td", {}, bar), element("td", { class: "number" }, figure(format.percent(share), "/v1/completions: logprobs.top_logprobs, as e to that power")));
+      return element("tr", { class: text === token.text ? "came" : null }, element("td", {}, isTwo ? element("span", { class: "token" }, visible(text)) : take), element("td", {}, bar), element("td", { class: "number" }, figure(format.percent(share), "/v1/completions: logprobs.top_logprobs, as e to that power")));
     });
     const shown = [
       element("h2", {}, "Token ", `${index}`, " ", element("span", { class: "token" }, visible(run.texts[index]))),
@@ -184,8 +190,9 @@ class Talk {
           fact(index === run.sent ? "after sending" : "after the one before", figure(format.seconds(token.ms / 1000), "measured by this page when the event came")),
         ])),
       token === null ? element("p", { class: "note" }, "You sent this one.") : element("table", { class: "talk-others" }, element("caption", {}, "What could have come here"), rows),
-      element("p", {}, button("Continue from here", "talk-continue", () => this.onward(), { class: "main" })),
-      element("p", { class: "note" }, "A run that continues shares the blocks before this token and computes only what is new: earlier keys do not depend on later tokens."),
+      isTwo ? null : element("p", {}, button("Continue from here", "talk-continue", () => this.onward(), { class: "main" })),
+      element("p", { class: "note" }, isTwo ? "This model is an encoder-decoder: its encoder reads whatever is sent as a whole, and an answer is a text of its own. So nothing can be continued from a token."
+        : "A run that continues shares the blocks before this token and computes only what is new: earlier keys do not depend on later tokens."),
     ];
     refill(this.detail, shown);
   }

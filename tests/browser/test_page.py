@@ -193,6 +193,77 @@ def token_event(text: str, id_: int, finish: str | None = None) -> str:
     return f"data: {json.dumps({'choices': [choice]})}\n\n"
 
 
+def test_only_what_would_be_refused_again_is_called_refused(family, opened):
+    page = opened(f"{family}/#race")
+    event = token_event("so", 7)
+    broken = 'data: {"error": {"message": "It fell over", "code": "x"}}\n\n'
+    answers = {
+        "ropewalk-rope": (200, event),
+        "ropewalk-alibi": (200, event + broken),
+        "ropewalk-t5": (200, event + 'data: {"error": "rate limited"}\n\n'),
+        "ropewalk-nope": (503, "null"),
+        "ropewalk-learned": (400, '{"error": {"message": "No."}}'),
+        "ropewalk-sinusoidal": (429, '{"error": "rate limited"}'),
+    }
+
+    def answer(route):
+        status, body = answers[route.request.post_data_json["model"]]
+        route.fulfill(status=status, body=body)
+
+    page.route("**/v1/completions", answer)
+    press(page, "race-past")
+    told = {model: lane(page, model).inner_text() for model in answers}
+    assert page.locator(".race-lane.refused").count() == 1
+    assert "Refused: No." in told["ropewalk-learned"]
+    assert "Failed: the stream ended before its time." in told["ropewalk-rope"]
+    assert "Failed: It fell over." in told["ropewalk-alibi"]
+    for model, status in (("nope", 503), ("sinusoidal", 429)):
+        assert f"Failed: the server answered {status}" in told[f"ropewalk-{model}"]
+    assert lane(page, "ropewalk-t5").locator(".race-text").inner_text().endswith("so")
+    verdict = page.locator(".race-verdict").inner_text()
+    assert "learned: refused." in verdict and "failed, which says nothing" in verdict
+
+
+def models_as(page, address: str, change) -> None:
+    """Opens a panel of the page for other models: `change` makes them of those that there are."""
+
+    def answer(route):
+        found = route.fetch().json()
+        route.fulfill(json=found | {"data": change(found["data"])})
+
+    page.route("**/v1/models", answer)
+    page.goto(address)
+
+
+def test_lanes_are_as_many_as_can_be_and_name_a_limit_that_all_have(family, opened):
+    page = opened(f"{family}/version")
+
+    def seven(data):
+        return [*data, data[0] | {"id": "seventh", "root": "seventh", "trained_context": 300}]
+
+    models_as(page, f"{family}/#race", seven)
+    last = act(page, "race-lane-seventh")
+    expect(last).to_be_disabled()
+    expect(act(page, "race-past")).to_have_text("Go past 512")
+    act(page, "race-lane-ropewalk-rope").uncheck()
+    last.check()
+    expect(act(page, "race-lane-ropewalk-rope")).to_be_disabled()
+    expect(act(page, "race-past")).to_have_text("Go past the limit")
+
+
+def test_nothing_continues_the_answer_of_an_encoder_decoder(family, opened):
+    page = opened(f"{family}/version")
+    models_as(page, f"{family}/#talk", lambda data: [data[0] | {"encoder_decoder": True}])
+    act(page, "talk-tokens").fill("3")
+    press(page, "talk-go")
+    expect(page.locator(".talk-detail")).to_contain_text("an answer is a text of its own")
+    assert page.locator(".talk-others tr").count() and act(page, "talk-continue").count() == 0
+    assert page.locator('[data-act^="talk-take-"]').count() == 0
+    act(page, "tab-race").click()
+    press(page, "race-past")
+    expect(page.locator(".race-lane")).to_contain_text("Not tried: an encoder-decoder's")
+
+
 def test_text_is_never_html(family, opened):
     page = opened(f"{family}/#talk")
     act(page, "talk-prompt").fill(HOSTILE)
@@ -306,6 +377,13 @@ def test_a_visit_is_replayed_from_a_file_without_a_server(family, opened, tmp_pa
         {"name": "visit.json", "mimeType": "application/json", "buffer": visit.encode()}
     )
     expect(act(chosen, "race-go")).to_be_visible(timeout=30_000)
+
+
+@pytest.mark.parametrize("file", ["http://", "/version", "none.json"])
+def test_a_visit_that_is_not_there_is_asked_for(family, opened, file):
+    page = opened(f"{family}/?replay={file}")
+    expect(page.locator(".visit-bar")).to_contain_text("There is no visit of this version at that")
+    expect(page.locator(".visit-bar input[type=file]")).to_be_visible()
 
 
 @pytest.mark.full
