@@ -24,6 +24,7 @@ class Page {
     this.model = null;
     this.encodings = {};
     this.cursor = null;
+    this.alones = 0; // how many works go on alone
     this.events = new EventTarget();
   }
 
@@ -64,11 +65,14 @@ class Page {
   async alone(root, work) {
     if (root.inert) return;
     const act = document.activeElement?.dataset.act, picker = document.getElementById("model");
+    this.alones += 1; // one of each panel
     root.inert = picker.disabled = true;
     try {
       await this.attempt(work);
     } finally {
-      root.inert = picker.disabled = false;
+      this.alones -= 1;
+      root.inert = false;
+      picker.disabled = this.alones > 0;
       if (act) root.querySelector(`[data-act="${CSS.escape(act)}"]:enabled`)?.focus({ preventScroll: true });
     }
   }
@@ -236,6 +240,20 @@ function showTips() {
   document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
 }
 
+// A link to one of the server's own pages. A link sends no key, so where one is in use, the page is
+// fetched with it and opened from here.
+function ownPage(page, path, text, attributes = {}) {
+  const click = (event) => {
+    if (!sessionStorage.getItem(KEY)) return;
+    event.preventDefault();
+    page.attempt(async () => {
+      const answer = await new Server(askForKey).answer("GET", path);
+      open(URL.createObjectURL(new Blob([answer], { type: `text/${path === "docs" ? "html" : "plain"};charset=utf-8` })));
+    });
+  };
+  return element("a", { href: ROOT + path, click, ...attributes }, text);
+}
+
 // What answers: the server, or a visit in place of it.
 async function sourceOf(bar) {
   const visit = await visitToReplay(bar);
@@ -255,7 +273,7 @@ async function start() {
   const source = await sourceOf(bar);
   const page = new Page(new Api(source));
   fill(document.getElementById("foot"), showWords(), element("p", {}, "Every number here comes from a public route, and says which. ",
-    element("a", { href: `${ROOT}docs` }, "API"), " · ", element("a", { href: `${ROOT}metrics` }, "metrics"), " · ",
+    ownPage(page, "docs", "API"), " · ", ownPage(page, "metrics", "metrics"), " · ",
     element("a", { href: "?record" }, "record a visit"), " · ", element("a", { href: "?replay" }, "replay one")));
   await page.attempt(async () => {
     const [models, encodings] = await Promise.all([page.api.get("v1/models"), page.api.get("v1/encodings")]);

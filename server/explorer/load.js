@@ -31,7 +31,7 @@ class Load {
     this.halt = button("Stop", "load-stop", () => {}, { disabled: true });
     this.table = element("tbody");
     const head = (caption, tip, metric) => element("th", { scope: "col", class: "number" }, element("span", { tabindex: 0, "data-tip": tip }, caption),
-      metric ? [element("br"), element("a", { href: `${ROOT}metrics`, class: "load-metric" }, `ropewalk_${metric}`)] : []);
+      metric ? [element("br"), ownPage(page, "metrics", `ropewalk_${metric}`, { class: "load-metric" })] : []);
     fill(root, this.models,
       element("p", { class: "note" }, "A few seconds on a busy machine say little: where two encodings differ by less than two runs of one do, they do not differ."),
       element("div", { class: "row" },

@@ -344,6 +344,11 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_below_a_root_path(opened):
         assert page.evaluate("Object.values(sessionStorage)") == [KEY]
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
         expect(page.locator("footer a", has_text="API")).to_have_attribute("href", "/llm/docs")
+        for name, text in (("API", "POST /v1/completions"), ("metrics", "ropewalk_requests_total")):
+            with page.expect_popup() as popup:
+                page.locator("footer a", has_text=name).click()
+            expect(popup.value.locator("body")).to_contain_text(text)
+            popup.value.close()
         with page.expect_download() as saved:
             page.locator("button", has_text="Save the visit").click()
         assert KEY not in saved.value.path().read_text()
