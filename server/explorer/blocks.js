@@ -7,6 +7,10 @@ const STATES = {
   h: ["held", "by one sequence"],
   s: ["shared", "held by several sequences at once"],
 };
+const OUT_OF_USE = {
+  "-": ["reserved", "no sequence ever gets it"],
+  q: ["quarantined", "what it held was found changed, and no sequence gets it any more"],
+};
 const MOST_CHIPS = 160; // of one table
 
 const holders = (shared) => new Map(shared.map(({ block, holders }) => [block, holders]));

@@ -77,7 +77,7 @@ panels.push({
       const [block] = blocks;
       for (const chip of root.querySelectorAll(".chip")) chip.classList.toggle("lit", lit.includes(Number(chip.dataset.block)));
       if (block !== undefined && view) {
-        const [name, meaning] = STATES[view.pool[block]] ?? ["out of use", ""];
+        const [name, meaning] = STATES[view.pool[block]] ?? OUT_OF_USE[view.pool[block]];
         const by = [...view.sequences.values()].filter((each) => each.blocks?.includes(block)).map((each) => nameOf(each.id));
         fill(readout, `Block ${block}: ${name}, ${by.length ? `by ${by.join(" and ")}` : meaning}.`);
       }
@@ -102,7 +102,7 @@ panels.push({
         about("blocks", blocks.free + blocks.active + blocks.cached + blocks.quarantined, "blocks", `of ${size()} tokens each`),
         about("sealed", audit.sealed, "audit.sealed", "full blocks of which a checksum was taken, since the start"),
         about("verified", audit.verified, "audit.verified", "times a block was compared with its checksum, since the start"),
-        about("found changed", audit.mutated, "audit.mutated", "entries that were not what their checksum says: 0, or something is broken"),
+        about("found changed", audit.mutated, "audit.mutated", "blocks that were not what their checksum says: 0, or something is broken"),
         about("requests waiting", waiting, "waiting", "that hold no block yet"));
     }
 
@@ -138,10 +138,8 @@ panels.push({
       const full = Math.floor((view.sequences.get(id).computed_tokens ?? 0) / size());
       if (i >= full) return page.say("This block is not full yet, and operations work on full blocks.");
       const more = chosen?.id === id && i !== chosen.first && (extends_ || chosen.first === chosen.last);
-      chosen = more ? { id, first: Math.min(i, chosen.first), last: Math.max(i, chosen.last) } : { id, first: i, last: i };
-      reset();
-      drawTables();
-      alone(predict);
+      const wanted = more ? { id, first: Math.min(i, chosen.first), last: Math.max(i, chosen.last) } : { id, first: i, last: i };
+      alone(() => predict({ chosen: wanted }));
     }
 
     function reset() {
@@ -149,26 +147,36 @@ panels.push({
       told = "";
     }
 
-    const span = () => ({ first: chosen.first * size(), count: (chosen.last - chosen.first + 1) * size() });
+    const span = ({ first, last } = chosen) => ({ first: first * size(), count: (last - first + 1) * size() });
     const hasHole = ({ bases = [] }) => bases.some((base, i) => base !== i * size());
 
     // Sequences that the selected blocks could go on from: they end with a full block and hold none of them.
-    function targets() {
-      const { blocks } = view.sequences.get(chosen.id);
-      const selected = new Set(blocks.slice(chosen.first, chosen.last + 1));
+    function targets({ id, first, last } = chosen) {
+      const { blocks } = view.sequences.get(id);
+      const selected = new Set(blocks.slice(first, last + 1));
       return [...view.sequences.values()].filter((each) => each.kind === "kept" && each.computed_tokens % size() === 0 && !hasHole(each) && !each.blocks.some((block) => selected.has(block)));
     }
 
-    async function predict() {
-      if (!chosen || !view?.sequences.has(chosen.id)) {
-        plan = null;
-        return drawActions();
+    // wanted: what of `operation`, `chosen` and `onto` is to be another. It is so once its plan has come:
+    // buttons do what they say.
+    async function predict(wanted) {
+      const next = { operation, chosen, onto, ...wanted }, isThere = () => next.chosen && view?.sequences.has(next.chosen.id);
+      let found = null;
+      if (isThere()) {
+        const tokens = view.sequences.get(next.chosen.id).computed_tokens, others = targets(next.chosen);
+        const { span: fields, moves } = OPERATIONS[next.operation];
+        if (next.onto !== "" && !others.some(({ id }) => id === next.onto)) next.onto = others[0]?.id ?? "";
+        const offset = view.sequences.get(next.onto)?.computed_tokens ?? size();
+        const asked = { model: page.model.id, operation: next.operation, tokens, ...fields(span(next.chosen)), ...(moves === "onto" ? { offset } : {}) };
+        found = await page.api.post("v1/cache/plan", asked).catch((error) => {
+          drawActions(); // a control may show what was wanted
+          throw error;
+        });
       }
-      const tokens = view.sequences.get(chosen.id).computed_tokens;
-      const { span: fields, moves } = OPERATIONS[operation];
-      if (onto !== "" && !targets().some(({ id }) => id === onto)) onto = targets()[0]?.id ?? "";
-      const offset = view.sequences.get(onto)?.computed_tokens ?? size();
-      plan = await page.api.post("v1/cache/plan", { model: page.model.id, operation, tokens, ...fields(span()), ...(moves === "onto" ? { offset } : {}) });
+      ({ operation, chosen, onto } = next);
+      plan = isThere() ? found : null;
+      reset();
+      if (view) drawTables();
       drawActions();
     }
 
@@ -184,7 +192,7 @@ panels.push({
         `Selected: ${many(count / size(), "block")} of ${name}, at positions ${bases[chosen.first]} to ${bases[chosen.last] + size() - 1}. Press two blocks to select another span.`;
       refill(actions,
         element("h2", {}, "What would it cost to …"),
-        operationChooser({ operation, pick: (name) => { operation = name; reset(); alone(predict); } }),
+        operationChooser({ operation, pick: (name) => alone(() => predict({ operation: name })) }),
         element("p", { class: "why" }, does, " ", why, element("span", { class: "note" }, ` ${what}`)),
         planTable(plan, happened),
         element("div", { class: "row" },
@@ -197,27 +205,21 @@ panels.push({
     // Where moved blocks are to go on: after the last token of which sequence.
     function ontoChooser() {
       const options = targets().map(({ id, computed_tokens: tokens }) => [id, `${nameOf(id)}, from position ${tokens} on`]);
-      const picker = select("cache-onto", [...options, ["", `a fork of its first block, from position ${size()} on`]], { change: () => {
-        onto = picker.value;
-        reset();
-        alone(predict);
-      } });
+      const picker = select("cache-onto", [...options, ["", `a fork of its first block, from position ${size()} on`]], { change: () => alone(() => predict({ onto: picker.value })) });
       picker.value = onto;
       return field("Onto the end of", picker);
     }
 
     async function keep() {
+      if (!view) return page.say("The view of the cache has not come yet, and what is kept could not be shown. Wait a moment, and try again.", true);
       const prompt = text.value;
       const sequence = await page.api.post("v1/cache/sequences", { model: page.model.id, prompt });
       kept.set(sequence.id, prompt);
       fill(lifetime, "Everybody who sees this server's cache sees what is kept, until it is freed or has not been used for ",
         figure(`${format.number(sequence.expires_in / 60)} minutes`, "/v1/cache/sequences: expires_in, right after keeping"), ".");
       const full = Math.floor(sequence.computed_tokens / size());
-      chosen = full ? { id: sequence.id, first: Math.min(2, full - 1), last: Math.min(3, full - 1) } : null;
-      reset();
       await appeared(sequence.id);
-      drawTables();
-      await predict();
+      await predict({ chosen: full ? { id: sequence.id, first: Math.min(2, full - 1), last: Math.min(3, full - 1) } : null });
       if (!full) page.say(`This prompt fills no block of ${size()} tokens, and operations work on full blocks: keep a longer one.`);
     }
 
@@ -263,10 +265,7 @@ panels.push({
 
     async function operate() {
       const { id, first, last } = chosen, wanted = asked();
-      if (told) {
-        reset();
-        await predict();
-      }
+      if (told) await predict();
       const own = encodingOf(plan.data.find((row) => row.own));
       const { answer, refused } = await apply(id, wanted);
       if (refused) {
@@ -331,6 +330,7 @@ panels.push({
             drawFacts();
             drawTables(data.type === "snapshot" ? null : before);
             if (data.pool) drawAgain();
+            view = { ...view, left: [] }; // that is drawn once
             if (chosen && !view.sequences.has(chosen.id)) {
               [chosen, plan] = [null, null];
               reset();

@@ -1,5 +1,7 @@
 """What the panels Cache, Position and Proof claim is what the API says."""
 
+import json
+
 import httpx
 
 REASON = "the position is part of every stored key and value"
@@ -308,3 +310,55 @@ def test_keys_that_are_stored_unrotated_move_for_free(panel):
         page.wait_for_selector("[data-tried=move]:has-text('moving changes nothing')")
         assert "as it is still stored" not in page.inner_text("#panel-position")
         page.unroute("**/v1/positions/explain")
+
+
+def test_a_button_does_what_it_says_when_no_plan_comes(panel):
+    page, done = panel("cache"), []
+    press(page, "cache-keep")
+    page.wait_for_selector('[data-act="cache-do"]:has-text("Shift")')
+    page.route("**/v1/cache/plan", lambda route: route.fulfill(status=503, body="null"))
+    press(page, "cache-append")
+    page.wait_for_selector("#status.error:has-text('The server answered 503')")
+    page.locator(".sequence").first.locator(".chip").nth(5).click()
+    page.wait_for_selector("#panel-cache .inside:not([inert])")
+    page.on(
+        "request", lambda sent: sent.url.endswith("operations") and done.append(sent.post_data_json)
+    )
+    assert page.inner_text('[data-act="cache-do"]') == "Shift these 32 tokens"
+    press(page, "cache-do")
+    page.wait_for_selector(".told:not(:empty)")
+    assert done == [{"operation": "evict_renumber", "first": 32, "count": 32}]
+
+
+def test_nothing_is_kept_while_it_could_not_be_shown(panel):
+    page, kept = panel("talk"), []
+    page.on("request", lambda sent: sent.url.endswith("sequences") and kept.append(sent.url))
+    error = '{"error": {"message": "Too many listen."}}'
+    page.route("**/v1/cache/stream*", lambda route: route.fulfill(status=429, body=error))
+    page.click('[data-act="tab-cache"]')
+    press(page, "cache-keep")
+    page.wait_for_selector("#status.error:has-text('could not be shown')")
+    assert kept == []
+
+
+def test_what_was_given_up_is_marked_once(panel):
+    page = panel("talk")
+    entry = {
+        "block_size": 16,
+        "blocks": {"free": 2, "active": 2, "cached": 0, "quarantined": 1},
+        "audit": {"sealed": 1, "verified": 1, "mutated": 0},
+        "waiting": 0,
+        "requests": [],
+        "shared": [],
+    }
+    events = [{"type": "snapshot", "pool": "-qhhff", "entry": entry}]
+    events.append({"type": "delta", "pool": [[3, "f"]]})
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in events)
+    page.route("**/v1/cache/stream*", lambda route: route.fulfill(body=body))
+    page.click('[data-act="tab-cache"]')
+    page.wait_for_selector(".pool .evicted")
+    page.focus("svg.pool[tabindex]")
+    for key, told in (("ArrowRight", "Block 1: quarantined, "), ("ArrowLeft", "Block 0: reserved")):
+        page.keyboard.press(key)
+        page.wait_for_selector(f".readout:has-text('{told}')")
+    assert page.locator(".pool .evicted").count() == 0
