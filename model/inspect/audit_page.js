@@ -9,8 +9,11 @@ const counted = (list, position) => {
 };
 const words = (arm, row, position) => {
   const step = arm.steps[row];
+  const corrupted = kind =>
+    step.unexpected.filter(one => one.kind === kind && one.position === position).length;
   const lines = [["written", step.written], ["rewritten", step.changed],
-    ["should have changed", step.should_change], ["and still wrong", step.stale]]
+    ["should have changed", step.should_change], ["and still wrong", step.stale],
+    ["corrupted, though right before", [[position, corrupted("key"), corrupted("value")]]]]
     .map(([what, list]) => [what, counted(list, position)])
     .filter(([, count]) => count).map(([what, count]) => `${what}: ${count}`);
   if (position >= step.first_term) lines.push("positional term computed");

@@ -6,6 +6,7 @@
     "built the mill. The miller said that his father had found it there, and that his father's father had told " +
     "the same of his own, so that in the end one might think that it had grown out of the bank like the willows.";
   const APPENDED = 100;
+  const AUDITED = 112; // tokens of the text at most: an audit takes 128
   const COUNTER = "rope:dynamic-rewrite"; // of the arms that /v1/positions/audit lists
   const SIGNS = { kept: "", equal: "=", changed: "≠", dropped: "×" };
   const WORDS = { kept: "stored", equal: "equal", changed: "changed", dropped: "dropped" };
@@ -154,7 +155,7 @@
         await each(async ({ kept, blocks }) => {
           const later = await page.api.get(`v1/cache/sequences/${kept.id}`);
           const found = compared(blocks, later), { equal, all } = tally(found);
-          const said = equal === all ? `All ${all} earlier blocks are equal, byte for byte.` : `${all - equal} of ${all} earlier blocks have changed.`;
+          const said = all === 0 ? "The prompt fills no block, so there is nothing to compare." : equal === all ? `All ${all} earlier blocks are equal, byte for byte.` : `${all - equal} of ${all} earlier blocks have changed.`;
           return { later, blocks: found, said };
         });
         step = 3;
@@ -211,10 +212,11 @@
       async function listArms() {
         const model = audited();
         if (!model || armsOf === model.id) return;
+        const chosen = arms.value;
         const { data } = await page.api.get(`v1/positions/audit?model=${encodeURIComponent(model.id)}`);
         armsOf = model.id;
         fill(arms, data.map(({ arm, note }) => element("option", { value: arm, "data-note": note }, arm === "own" ? note : arm)));
-        arms.value = data.some(({ arm }) => arm === COUNTER) ? COUNTER : "own";
+        arms.value = [chosen, COUNTER].find((wanted) => data.some(({ arm }) => arm === wanted)) ?? "own";
         noteArm();
       }
 
@@ -228,11 +230,11 @@
       // The chosen arm, below it the model's own encoding, for comparison.
       async function counterExample() {
         await listArms();
-        const found = [];
+        const found = [], { tokens } = await page.api.post("tokenize", { model: armsOf, prompt: TEXT });
         try {
           for (const arm of new Set([arms.value, "own"])) {
             fill(counted, found.map(lane), element("p", { class: "note" }, `Appending under ${arm}, in float64 …`));
-            const audit = await page.api.post("v1/positions/audit", { model: armsOf, arm, prompt: TEXT, append: APPENDED });
+            const audit = await page.api.post("v1/positions/audit", { model: armsOf, arm, prompt: tokens.slice(0, AUDITED), append: APPENDED });
             const blocks = audit.blocks.map(({ first, tokens, before, after }) => ({ first, last: first + tokens - 1, before, after }));
             found.push({ model: armsOf, encoding: arm === "own" ? "as it is served" : arm, blocks, arm, wrong: audit.steps.at(-1).stale > 0, said: auditSaid(audit) });
           }

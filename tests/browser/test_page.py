@@ -264,6 +264,31 @@ def test_nothing_continues_the_answer_of_an_encoder_decoder(family, opened):
     expect(page.locator(".race-lane")).to_contain_text("Not tried: an encoder-decoder's")
 
 
+def test_the_chosen_arm_is_tried_with_another_model_too(family, opened):
+    page, asked = opened(f"{family}/version"), []
+
+    def refuse(route):
+        asked.append(route.request.post_data_json)
+        route.fulfill(status=400, body='{"error": {"message": "No."}}')
+
+    def two(data):
+        return [each for each in data if each["encoding"] in ("alibi", "t5")]
+
+    page.route("**/v1/positions/audit", refuse)
+    page.route(
+        "**/tokenize", lambda route: route.fulfill(body=json.dumps({"tokens": [*range(400)]}))
+    )
+    models_as(page, f"{family}/#proof", two)
+    arms = act(page, "proof-arm")
+    expect(arms.locator("option", has_text="rope:dynamic-rewrite")).to_be_attached()
+    arms.select_option("nope")
+    page.select_option("#model", "ropewalk-t5")
+    act(page, "proof-counter").click()
+    expect(page.locator("#status.error")).to_have_text("No.")
+    ((model, arm, prompt),) = [(each["model"], each["arm"], each["prompt"]) for each in asked]
+    assert (model, arm) == ("ropewalk-t5", "nope") and 96 <= len(prompt) < 128
+
+
 def test_text_is_never_html(family, opened):
     page = opened(f"{family}/#talk")
     act(page, "talk-prompt").fill(HOSTILE)

@@ -52,7 +52,9 @@ def test_appending_changes_no_checksum_and_moving_only_those_of_rope(panel, fami
 
 def test_the_counter_example_shows_the_blocks_that_the_audit_found_changed(panel, family):
     page, asked = panel("proof"), []
-    page.on("request", lambda sent: sent.method == "POST" and asked.append(sent.post_data_json))
+    page.on(
+        "request", lambda sent: sent.url.endswith("audit") and asked.append(sent.post_data_json)
+    )
     press(page, "proof-counter")
     page.wait_for_selector('[data-arm="own"] .prints')
     assert [body["arm"] for body in asked] == ["rope:dynamic-rewrite", "own"]
