@@ -238,9 +238,7 @@ class Looked:
         return Explanation(
             encoding=self.config.encoding.name,
             kind=self.kind,
-            key_storage=(
-                rotation.storage if rotation else KeyStorage.ABSOLUTE if turned else None
-            ),
+            key_storage=(rotation.storage if rotation else KeyStorage.ABSOLUTE if turned else None),
             window=op.window,
             causal=op.causal,
             num_kv_heads=op.num_kv_heads,

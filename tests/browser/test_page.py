@@ -210,8 +210,12 @@ def test_only_what_would_be_refused_again_is_called_refused(family, opened):
         status, body = answers[route.request.post_data_json["model"]]
         route.fulfill(status=status, body=body)
 
+    moved = iter(range(10, 99, 10))  # keys of kept sequences, which no race moves
+    name = 'ropewalk_kv_rewritten_entries_total{cause="kept_sequence",model_name="ropewalk-rope"}'
+    page.route("**/metrics", lambda route: route.fulfill(body=f"{name} {next(moved)}\n"))
     page.route("**/v1/completions", answer)
     press(page, "race-past")
+    assert shown(page, "ropewalk-rope", "keys rewritten") == "0" and next(moved) == 30
     told = {model: lane(page, model).inner_text() for model in answers}
     assert page.locator(".race-lane.refused").count() == 1
     assert "Refused: No." in told["ropewalk-learned"]

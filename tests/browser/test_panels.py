@@ -292,6 +292,8 @@ def test_keys_outside_the_window_are_not_seen(panel):
     page.wait_for_selector(".word.unseen")
     last = page.locator(".word").count() - 1
     assert page.locator(".word.unseen").count() == last - 3
+    unseen = page.locator(".word.unseen").first
+    assert unseen.evaluate("node => getComputedStyle(node).opacity") == "1"  # it can be read
     page.wait_for_selector(".told:has-text('sees itself and 3 tokens before it')")
     assert set(page.locator("tr[data-head] [data-number]").all_inner_texts()) == {"–"}
     page.hover(f'[data-act="position-token-{last - 2}"]')
@@ -341,6 +343,21 @@ def test_nothing_is_kept_while_it_could_not_be_shown(panel):
     press(page, "cache-keep")
     page.wait_for_selector("#status.error:has-text('could not be shown')")
     assert kept == []
+
+
+def test_the_model_stays_the_same_while_any_panel_works(panel):
+    page, held = panel("cache"), []
+    page.wait_for_selector("svg.pool[tabindex]")
+    page.route("**/v1/cache/sequences", lambda route: held.append(route))
+    page.route("**/v1/positions/audit", lambda route: route.fulfill(status=503, body="null"))
+    press(page, "cache-keep")
+    page.click('[data-act="tab-proof"]')
+    press(page, "proof-counter")
+    page.wait_for_selector("#status.error")
+    page.wait_for_selector("#panel-proof .inside:not([inert])")
+    assert page.is_disabled("#model")
+    held[0].fulfill(status=503, body="null")
+    page.wait_for_selector("#model:enabled")
 
 
 def test_what_was_given_up_is_marked_once(panel):
