@@ -211,6 +211,7 @@ panels.push({
     }
 
     async function keep() {
+      await until(() => view);
       if (!view) return page.say("The view of the cache has not come yet, and what is kept could not be shown. Wait a moment, and try again.", true);
       const prompt = text.value;
       const sequence = await page.api.post("v1/cache/sequences", { model: page.model.id, prompt });
@@ -224,12 +225,14 @@ panels.push({
     }
 
     // Until the stream has told of a change that an answer has told of already.
-    async function appeared(id, blocks = null) {
-      for (let tries = 0; tries < 40; tries++) {
-        const seen = view?.sequences.get(id);
-        if (seen && (blocks === null || String(seen.blocks) === String(blocks))) return;
-        await new Promise((resolve) => setTimeout(resolve, 50));
-      }
+    const appeared = (id, blocks = null) => until(() => {
+      const seen = view?.sequences.get(id);
+      return seen && (blocks === null || String(seen.blocks) === String(blocks));
+    });
+
+    // The stream should not take longer than these two seconds.
+    async function until(isSo) {
+      for (let tries = 0; tries < 40 && !isSo(); tries++) await new Promise((resolve) => setTimeout(resolve, 50));
     }
 
     async function free(id) {

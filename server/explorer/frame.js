@@ -5,8 +5,8 @@
 //   api                  the server (api.js)
 //   models, model        entries of /v1/models, and the chosen one
 //   encodings            entries of /v1/encodings by name
-//   cursor               {model, ids, texts, index}: the token that all panels look at, or null; Position
-//                        adds the `text` that it was shown for
+//   cursor               {model, ids, index}: the token that all panels look at, or null; Position adds
+//                        the `text` that it was shown for
 //   point(cursor)        moves it
 //   on(name, listener)   "model", "cursor": after a change; returns a function that stops listening
 //   attempt(work)        runs an async function; what it throws becomes the sentence under the tabs

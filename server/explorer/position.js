@@ -303,7 +303,7 @@
         const pairs = pairAt(shown, bias, distance);
         const first = found.window === null ? 0 : Math.max(0, query - found.window + 1), last = found.causal ? query : found.tokens.length - 1; // that the query sees
         refill(body,
-          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, first, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: idsOf(found), texts: found.tokens.map(({ text: each }) => each), index: i, text: shown.text }) }),
+          strip({ tokens: found.tokens, weights: found.heads[head].weights, query, first, last, key, choose: (i, focus) => change({ key: i, grown: 0, moved: 0 }, focus), ask: (i) => page.point({ model: found.model, ids: idsOf(found), index: i, text: shown.text }) }),
           element("p", { class: "note" }, "Point at a token to make it the key, press it to make it the query. The bar under a token is its share of the query's attention."),
           element("p", { class: "told" }, sentence(shown, pairs)),
           element("div", { class: "tries" },

@@ -158,8 +158,8 @@ class Talk {
     const cell = run.node.cells.children[index];
     cell.tabIndex = 0;
     cell.setAttribute("aria-pressed", "true");
-    const whole = this.isTwo(run) ? run.sent : run.ids.length; // Position looks at the encoder's text
-    this.page.point(index < whole ? { model: run.model, ids: run.ids.slice(0, whole), texts: run.texts.slice(0, whole), index } : null);
+    const ids = this.isTwo(run) ? run.ids.slice(0, run.sent) : run.ids; // Position looks at what the encoder reads
+    this.page.point(index < ids.length ? { model: run.model, ids, index } : null);
     this.describe();
   }
 
