@@ -167,8 +167,8 @@ panels.push({
         const { span: fields, moves } = OPERATIONS[next.operation];
         if (next.onto !== "" && !others.some(({ id }) => id === next.onto)) next.onto = others[0]?.id ?? "";
         const offset = view.sequences.get(next.onto)?.computed_tokens ?? size();
-        const asked = { model: page.model.id, operation: next.operation, tokens, ...fields(span(next.chosen)), ...(moves === "onto" ? { offset } : {}) };
-        found = await page.api.post("v1/cache/plan", asked).catch((error) => {
+        const body = { model: page.model.id, operation: next.operation, tokens, ...fields(span(next.chosen)), ...(moves === "onto" ? { offset } : {}) };
+        found = await page.api.post("v1/cache/plan", body).catch((error) => {
           drawActions(); // a control may show what was wanted
           throw error;
         });
