@@ -6,9 +6,11 @@ Prompts, fields, limits and answers are those of the HTTP API; engine and cache 
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import RLock, Thread
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -19,7 +21,13 @@ from ropewalk.server.app.cache import described
 from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine, Batch
-from ropewalk.server.errors import CommandError, ServeError, UnsupportedField, UsageError
+from ropewalk.server.errors import (
+    CommandError,
+    InvalidField,
+    ServeError,
+    UnsupportedField,
+    UsageError,
+)
 from ropewalk.server.launch.build import Loaded, engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.answers import Choice, Piece
@@ -27,6 +35,7 @@ from ropewalk.server.openai.body import read_body
 from ropewalk.server.openai.requests import (
     chat_prompt,
     choices_for,
+    combined_salt,
     compiled_grammar,
     completion_prompts,
 )
@@ -42,8 +51,10 @@ T = TypeVar("T")
 # Fields of the HTTP API that ask for more than the text of one answer.
 _ELSEWHERE = (
     *("model", "n", "stream", "stream_options", "echo", "logprobs", "top_logprobs"),
-    *("tools", "tool_choice"),
+    *("tools", "tool_choice", "return_token_ids", "return_tokens_as_token_ids"),
+    *("keep", "sequence"),
 )
+_CLOSED = "the model is closed; load it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +149,7 @@ class Model:
 
     def _opened(self) -> "_Open":
         if self._open is None:
-            raise RuntimeError("the model is closed; load it again")
+            raise RuntimeError(_CLOSED)
         return self._open
 
     def _choice(self, prompt: Prompt, fields: Mapping[str, object]) -> Choice:
@@ -151,7 +162,11 @@ class Model:
         chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
         source = prompt if isinstance(prompt, str) else list(prompt)
         # As JSON, so that what is accepted and refused is what a server accepts and refuses.
-        given = json.loads(json.dumps({"messages" if chat else "prompt": source, **fields}))
+        try:
+            sent = json.dumps({"messages" if chat else "prompt": source, **fields})
+        except (TypeError, ValueError) as error:
+            raise InvalidField(f"prompt and fields must be what JSON can hold: {error}") from None
+        given = json.loads(sent)
         body: ChatBody | CompletionBody
         if chat:
             body = read_body(ChatBody, given)
@@ -164,7 +179,8 @@ class Model:
                 )
             prompts = opened.wait(completion_prompts(body, served))
         grammar = opened.wait(compiled_grammar(body, prompts[0], served))
-        return choices_for(body, prompts, served, salt="", grammar=grammar)[0]
+        salt = combined_salt("", body.cache_salt)
+        return choices_for(body, prompts, served, salt, grammar=grammar)[0]
 
     def _pieces(self, choice: Choice) -> Iterator[Piece]:
         opened = self._opened()
@@ -176,8 +192,7 @@ class Model:
                     choice.request.abort_as = FinishReason.STOP
                 yield piece
         finally:
-            if self._open is not None:
-                opened.wait(batches.aclose())
+            opened.end(batches)
 
 
 class _Open:
@@ -187,29 +202,58 @@ class _Open:
         self.loaded = loaded
         self.engine = engine
         self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._posting = RLock()  # while `_closed` and the loop agree
         self._thread = Thread(target=self._loop.run_forever, name="ropewalk", daemon=True)
         self._thread.start()
         self.wait(_started(engine))
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What it returns. Interrupting the wait cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """What it returns. Interrupting the wait cancels it. Raises RuntimeError once closed."""
+        future = self._post(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise RuntimeError(_CLOSED) from None
         finally:
             future.cancel()
 
+    def end(self, batches: AsyncGenerator[Batch, None]) -> None:
+        """Ends an answer without a wait: an iterator that was dropped is closed by the garbage
+        collector, on any thread, that of the loop included."""
+        with suppress(RuntimeError):
+            self._post(batches.aclose())
+
     def close(self) -> None:
         self.wait(self.engine.stop())
+        with self._posting:
+            last = self._post(_end_others())
+            self._closed = True
+        last.result()
         self.loaded.close()
-        self.wait(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _post(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._posting:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise RuntimeError(_CLOSED)
+
 
 async def _started(engine: AsyncEngine) -> None:
     engine.start()
+
+
+async def _end_others() -> None:
+    """Cancels what other threads still wait for on this loop."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()
 
 
 async def _next(batches: AsyncGenerator[Batch, None]) -> list[TokenEvent]:

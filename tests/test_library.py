@@ -1,5 +1,6 @@
 """`import ropewalk`: what it loads, answers, shares, shows, refuses and gives back."""
 
+import asyncio
 import gc
 import json
 import re
@@ -163,6 +164,9 @@ def test_greedy_text_and_cache_are_those_of_the_server(model, server) -> None:
         (PROMPT, {"temperature": 3}, "temperature should be less than or equal to 2"),
         (PROMPT, {"temprature": 1}, "'temprature' is not a parameter"),
         (PROMPT, {"n": 2}, "n is for requests over HTTP"),
+        (PROMPT, {"sequence": "seq-1"}, "sequence is for requests over HTTP"),
+        (PROMPT, {"keep": True}, "keep is for requests over HTTP"),
+        (PROMPT, {"stop": b"x"}, "prompt and fields must be what JSON can hold"),
         (PROMPT, {"max_tokens": 10_000}, "more than the context of ropewalk-rope, 512"),
         ([], {}, "prompt should have at least"),
         ([[1, 2], [3]], {}, "ask for one at a time"),
@@ -191,6 +195,26 @@ def test_loading_is_refused_in_one_sentence(name, options, said) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_salt_keeps_prefixes_apart(model) -> None:
+    prompt = f"Salted. {PROMPT}"
+    salts = (None, None, "a", "a")
+    cached = [model.generate(prompt, cache_salt=each, **GREEDY).cached_tokens for each in salts]
+    assert [count > 0 for count in cached] == [False, True, False, True]
+
+
+@pytest.mark.timeout(60)
+def test_a_stream_that_is_collected_on_the_models_own_thread_stops(model) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself, self.stream = self, model.stream(PROMPT, max_tokens=300, ignore_eos=True)
+
+    next(Cycle().stream)
+    done = threading.Event()
+    model._opened()._loop.call_soon_threadsafe(lambda: (gc.collect(), done.set()))
+    assert done.wait(30)
+    assert model.cache()["requests"] == []
+
+
 def test_leaving_the_context_frees_what_it_holds() -> None:
     before = set(threading.enumerate())
     with ropewalk.load(MEMBER, prefix_sharing=False, **OPTIONS) as loaded:
@@ -206,6 +230,24 @@ def test_leaving_the_context_frees_what_it_holds() -> None:
     loaded.close()
     gc.collect()
     assert engine() is None and cached() is None
+
+
+@pytest.mark.timeout(60)
+def test_closing_ends_what_another_thread_waits_for() -> None:
+    loaded = ropewalk.load(MEMBER, **OPTIONS)
+    with ThreadPoolExecutor(1) as pool:
+        # The first answer of a form starts a process, which takes longer than to close.
+        asked = pool.submit(loaded.generate, PROMPT, guided_regex="[a-z]{3}", max_tokens=8)
+        while not asyncio.run_coroutine_threadsafe(_tasks(), loaded._opened()._loop).result():
+            pass
+        loaded.close()
+        with pytest.raises(RuntimeError, match="the model is closed; load it again"):
+            asked.result(30)
+
+
+async def _tasks() -> bool:
+    """Whether the loop has others than this one and the engine's."""
+    return any("compiled_grammar" in repr(task) for task in asyncio.all_tasks())
 
 
 @pytest.mark.smollm2
