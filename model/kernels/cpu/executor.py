@@ -8,7 +8,7 @@ between two calls, in the same memory.
 
 from collections.abc import Sequence
 from ctypes import Array
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import is_
 from weakref import ReferenceType, ref
 
@@ -140,18 +140,19 @@ class _Told:
     attends: "Array[AttendArguments]"
     scratch: Tensor
     held: list[Tensor]
-    biased: Sequence[Tensor] = ()
+    biased: list[Tensor] = field(default_factory=list)
 
     @torch.inference_mode()
     def add_bias(self, lowered: Lowered, encoding: PositionalEncoding, now: Pass) -> None:
         """Build an encoding's dense bias. Only one is held at a time."""
-        self.biased = ()
+        self.biased = []
         bias = now.bias(encoding)
         for index, (attend, op) in enumerate(lowered.attends):
-            if op.encoding is encoding:
-                self.attends[index], self.biased = attend.arguments(
+            if op.encoding is encoding:  # layers with other windows may have their own copy
+                self.attends[index], held = attend.arguments(
                     now.layer(0), now.batch, bias, encoding.rotation()
                 )
+                self.biased += held
 
     @torch.inference_mode()
     def compute(self, stage: Stage, now: Pass) -> None:

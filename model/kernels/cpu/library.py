@@ -89,7 +89,11 @@ def _find_compiler() -> list[str]:
 
 
 def _intact(folder: Path, stem: str) -> Path | None:
-    return next((path for path in folder.glob(f"{stem}-*.so") if path == _named(path, stem)), None)
+    for path in folder.glob(f"{stem}-*.so"):
+        with suppress(FileNotFoundError):  # damaged, and just swept by another process
+            if path == _named(path, stem):
+                return path
+    return None
 
 
 def _named(file: Path, stem: str) -> Path:

@@ -24,8 +24,19 @@ from ropewalk.model.recipes import ADD, Layer
 from ropewalk.model.watch import Watch
 from ropewalk.server.engine.statistics import TimedDecoder
 from tests.model.few_bits import BITS, round_weights
-from tests.model.running import CPU, Running, full_of_nan, make_batch, new_cache
-from tests.model.tiny import CONFIG, CONTEXT, ENCODINGS, WIDE_ROPE, in_torch, program_of, tiny
+from tests.model.running import CPU, Running, full_of_nan, make_batch, new_cache, run_uncached
+from tests.model.tiny import (
+    CONFIG,
+    CONTEXT,
+    ENCODINGS,
+    FIRE,
+    WIDE_ROPE,
+    Fire,
+    in_torch,
+    on_kernels,
+    program_of,
+    tiny,
+)
 from tests.products import pairs
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -537,3 +548,20 @@ def test_the_parts_of_the_time_are_added_up(kernels):
         assert grown[[part for part in Part if part is not Part.ACTIVATION]].all()
     assert not watch.seconds[Part.ACTIVATION]  # linear layers do it
     assert watch.seconds.sum() < watch.read().whole
+
+
+class Shared(Fire):
+    """A bias whose values are not stored one after another: each kind of attention copies it."""
+
+    def between(self, queries, keys):
+        far = (queries[..., :, None] - keys[..., None, :]).float() * -0.02
+        return far.expand(CONFIG.num_heads, *far.shape)
+
+
+def test_a_bias_is_kept_for_every_kind_of_attention_that_reads_it(kernels, monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "shared", EncodingSpec(f"{__name__}:Shared", FIRE))
+    plain = tiny("shared", dtype=torch.float32, windows=(None, 8, None))
+    tokens = [random.Random(1).randrange(61) for _ in range(1500)]  # a bias of many pages
+    expected = run_uncached(plain, tokens)
+    found = run_uncached(on_kernels(plain, kernels), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
