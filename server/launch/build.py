@@ -44,7 +44,7 @@ from ropewalk.server.errors import CommandError
 from ropewalk.server.http.middleware import Traces
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.launch.banner import ModelFacts, banner
-from ropewalk.server.launch.load_model import Prepared, find_kernels, prepare, require
+from ropewalk.server.launch.load_model import Prepared, find_kernels, open_source, prepare, require
 from ropewalk.server.launch.self_check import check_parity
 from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.openai.served_models import EncoderDecoderTokens, Models, Served
@@ -173,7 +173,13 @@ def _models(
     from ropewalk.server.launch.registry import Registry
 
     registry = Registry(
-        config, loaded, engine, metrics, planners, partial(_load_one, config, metrics)
+        config,
+        loaded,
+        engine,
+        metrics,
+        planners,
+        load=partial(_load_one, config, metrics),
+        look=partial(_look, config.loading),
     )
     return registry, registry
 
@@ -211,6 +217,14 @@ def _load_one(
     if loaded.defect is not None:
         raise CommandError(loaded.defect)
     return loaded
+
+
+def _look(loading: ModelOptions, source: ModelSource) -> None:
+    """Reads what a model's files say of themselves. Raises CommandError where they are no good."""
+    try:
+        open_source(loading, source)
+    except (CheckpointError, EncodingError) as error:
+        raise CommandError(str(error)) from error
 
 
 def load_models(

@@ -76,7 +76,7 @@ def prepare(
 
     check: called after every tensor; loading ends with what it raises.
     """
-    checkpoint = _open(loading, source)
+    checkpoint = open_source(loading, source)
     if loading.encoding is not None and loading.encoding != checkpoint.config.encoding.name:
         checkpoint = _replace_encoding(checkpoint, loading.encoding)
     checkpoint = _add_options(checkpoint, dict(loading.encoding_option))
@@ -134,7 +134,8 @@ def prepare(
     )
 
 
-def _open(loading: ModelOptions, source: ModelSource) -> Checkpoint:
+def open_source(loading: ModelOptions, source: ModelSource) -> Checkpoint:
+    """What its files say, weights not yet read. Raises CheckpointError or CommandError."""
     if source.source.startswith(RANDOM):
         if loading.chat_template is not None:
             raise CommandError(

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import partial
 from logging import getLogger
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.config import ModelSource, ServerConfig
@@ -37,6 +37,8 @@ RETRY_SECONDS = 60.0  # after a load that failed, until a request begins another
 
 # The source, how many models are in memory already, and what ends the load by raising.
 Load = Callable[[ModelSource, int, Callable[[], None]], "Loaded"]
+Look = Callable[[ModelSource], None]  # raises CommandError for files that cannot be loaded
+T = TypeVar("T")
 
 
 class Status(StrEnum):
@@ -70,6 +72,7 @@ class Registry(Models):
         metrics: Metrics,
         planners: dict[str, CachePlanner],
         load: Load,
+        look: Look,
     ) -> None:
         """loaded: those of the configuration's models that are in `engine` already.
 
@@ -90,6 +93,7 @@ class Registry(Models):
         self._metrics = metrics
         self._planners = planners
         self._load_one = load
+        self._look = look
         self._thread = ThreadPoolExecutor(1, "models", initializer=os.nice, initargs=(NICE,))
         self._turn = asyncio.Lock()  # one load at a time
         self._tasks: set[asyncio.Task[None]] = set()
@@ -155,9 +159,7 @@ class Registry(Models):
             async with asyncio.timeout(self._patience):
                 await self._until(lambda: place.status is not Status.UNLOADING)
                 if place.status is Status.UNLOADED and self._may_load(place):
-                    # For a model that could not be loaded last time no other goes.
-                    work = self._load(place, make_room=place.failure is None)
-                    self._begin(place, Status.LOADING, work)
+                    self._begin(place, Status.LOADING, self._load(place))
                 await self._until(lambda: place.status is not Status.LOADING)
         except TimeoutError:
             pass
@@ -207,15 +209,18 @@ class Registry(Models):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _load(self, place: _Place, make_room: bool = True) -> None:
-        name, status = place.source.name, Status.UNLOADED
+    async def _load(self, place: _Place) -> None:
+        source, status, place.failure = place.source, Status.UNLOADED, None
+        name = source.name
         try:
             async with self._turn:
-                if not await self._has_room(make_room):
+                if self._full():  # no other goes for a model whose files are no good
+                    await self._beside(self._tried, name, partial(self._look, source))
+                if not await self._has_room():
                     return
-                place.failure = None
                 began = time.monotonic()
-                await self._take_in(name, await self._beside(self._loaded_now, place.source))
+                work = partial(self._load_one, source, len(self._served), self._check)
+                await self._take_in(name, await self._beside(self._tried, name, work))
             status = Status.LOADED
             log.info("loaded %s in %.1f s", name, time.monotonic() - began)
         except (CommandError, ServeError) as error:
@@ -227,14 +232,14 @@ class Registry(Models):
             place.status = status
             self._tell()
 
-    def _loaded_now(self, source: ModelSource) -> "Loaded":
+    def _tried(self, name: str, work: Callable[[], T]) -> T:
         """Called in the thread. Raises CommandError."""
         try:
-            return self._load_one(source, len(self._served), self._check)
+            return work()
         except CommandError as error:
             failure = str(error)
         except Exception:
-            log.exception("%s could not be loaded", source.name)
+            log.exception("%s could not be loaded", name)
             failure = "it failed unexpectedly; see the server's log"
         finally:
             end_idle_threads()
@@ -251,8 +256,8 @@ class Registry(Models):
         self._served[name] = loaded.served
         self._loaded[name] = loaded
 
-    async def _has_room(self, make_room: bool) -> bool:
-        """Waits until there is room for one more, and may make it as soon as a model is idle."""
+    async def _has_room(self) -> bool:
+        """Waits until there is room for one more, and makes it as soon as a model is idle."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
                 while self._full():
@@ -261,7 +266,7 @@ class Registry(Models):
                         for place in self._places.values()
                         if place.status is Status.LOADED and not (place.uses or place.waits)
                     ]
-                    if make_room and idle and not self._count(Status.UNLOADING):
+                    if idle and not self._count(Status.UNLOADING):
                         oldest = min(idle, key=lambda place: place.asked)
                         self._begin(oldest, Status.UNLOADING, self._unload(oldest, 0))
                     await self._changed.wait()

@@ -20,7 +20,7 @@ import pytest
 
 from ropewalk.server.config import ModelSource
 from ropewalk.server.errors import UsageError
-from ropewalk.server.launch import build
+from ropewalk.server.launch import build, registry
 from ropewalk.server.metrics.exporter import Metrics
 from tests.command_line import configured
 from tests.model.checkpoints import llama, random_model, save
@@ -322,6 +322,33 @@ def test_a_load_that_fails_leaves_the_others_serving(folder, gate):
         assert gate.loads == ["broken"]
         assert '"broken"' not in client.get("/metrics").text
         assert [client.complete(name).status_code for name in ("first", "one")] == [200, 200]
+
+
+def test_no_model_goes_for_one_whose_files_are_no_good(folder, monkeypatch):
+    with serving(folder, "--max-models", "1", "--models-autoload") as client:
+        for answer in (client.complete("broken"), client.change("load", "broken")):
+            refused(answer)
+            assert client.statuses()["first"] == "loaded"
+    monkeypatch.setattr(registry, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(build, "_look", lambda *_: None)  # what only loading finds out
+    with serving(folder, "--max-models", "1", "--models-autoload") as client:
+        refused(client.complete("broken"))
+        assert client.statuses()["first"] == "unloaded"
+        assert client.complete("one").status_code == 200
+        began = time.monotonic()
+        refused(client.complete("broken"))  # is tried again, as soon as anything that has no room
+        assert time.monotonic() - began < 5
+        assert client.complete("first").status_code == 200
+
+
+def test_a_load_without_room_says_so_whatever_happened_before(folder, slow):
+    limits = ("--max-models", "1", "--max-queue-time", "0.1")
+    with serving(folder, *limits) as client:
+        refused(client.change("load", "broken"))
+        stream = streaming(client, "first")
+        said, _ = refused(client.change("load", "one"))
+        assert "--max-models" in said
+        assert finished(stream())
 
 
 def test_a_model_whose_memory_does_not_suffice_fails_alone(folder, gate, monkeypatch):
