@@ -124,21 +124,22 @@ def asked_form(body: StructuredFields) -> Grammar | None:
 
 
 def _grammars(body: StructuredFields) -> Iterator[Grammar]:
-    form = body.response_format
+    form, vllm = body.response_format, body.structured_outputs or StructuredOutputs()
+    whitespace = "" if vllm.disable_any_whitespace else vllm.whitespace_pattern
+    if whitespace is None:
+        whitespace = body.guided_whitespace_pattern
     if form is not None and form.json_schema is not None:
-        yield Grammar(Kind.JSON_SCHEMA, form.json_schema.schema_)
+        yield Grammar(Kind.JSON_SCHEMA, form.json_schema.schema_, whitespace)
     elif form is not None and form.type == "json_object":
-        yield Grammar(Kind.JSON_OBJECT)
+        yield Grammar(Kind.JSON_OBJECT, "", whitespace)
     yield from _given(
         "guided_",
-        body.guided_whitespace_pattern,
+        whitespace,
         json=body.guided_json,
         regex=body.guided_regex,
         choice=body.guided_choice,
         grammar=body.guided_grammar,
     )
-    vllm = body.structured_outputs or StructuredOutputs()
-    whitespace = "" if vllm.disable_any_whitespace else vllm.whitespace_pattern
     if vllm.json_object:
         yield Grammar(Kind.JSON_OBJECT, "", whitespace, "structured_outputs.json_object")
     yield from _given(

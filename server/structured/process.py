@@ -73,6 +73,7 @@ def written(kind: Kind, text: str, whitespace: str | None) -> str:
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, digits)}/")
     if kind is Kind.CHOICE:
         texts = " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+        texts = texts.replace("\x7f", "\\u007f")  # which llguidance does not take as it is
         return LLMatcher.grammar_from_lark(f"start: {texts}")
     if kind is Kind.LARK:
         return LLMatcher.grammar_from_lark(text)

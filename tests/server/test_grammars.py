@@ -64,7 +64,7 @@ SATISFIED = [
         Grammar(Kind.REGEX, r"^[a-cé]{2,5}(/\d+)?"),
         lambda text: re.fullmatch(r"[a-cé]{2,5}(/\d+)?", text)[0],
     ),
-    (Grammar(Kind.CHOICE, json.dumps(["yes", 'no, "never" \\ at all', "日本\n"])), None),
+    (Grammar(Kind.CHOICE, json.dumps(["yes", 'no, "never" \\ at all', "日本\n", "\x7f"])), None),
     (
         Grammar(Kind.LARK, 'start: A B?\nA: "x"+\nB: "yé"'),
         lambda text: re.fullmatch("x+(yé)?", text)[0],
@@ -281,6 +281,17 @@ NAMED = {"name": "n", "schema": SCHEMA, "strict": None}
             Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA), ""),
         ),
         ({"structured_outputs": {"json_object": True}}, Grammar(Kind.JSON_OBJECT)),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"disable_any_whitespace": True},
+            },
+            Grammar(Kind.JSON_OBJECT, "", ""),
+        ),
+        (
+            {"structured_outputs": {"json": "{}"}, "guided_whitespace_pattern": " "},
+            Grammar(Kind.JSON_SCHEMA, "{}", " "),
+        ),
         ({"structured_outputs": {"grammar": "root ::= x"}}, Grammar(Kind.GBNF, "root ::= x")),
     ],
 )
