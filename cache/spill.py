@@ -15,7 +15,7 @@ from ropewalk.cache.ledger import Ledger
 log = getLogger(__name__)
 
 # Moved in one step at most: about a millisecond, with the checksums.
-BYTES_AT_ONCE, BYTES_AT_ONCE_ELSEWHERE = 2 << 20, 24 << 20
+BYTES_AT_ONCE, BYTES_AT_ONCE_ELSEWHERE = 3 << 19, 24 << 20
 
 
 class HostMemory:
