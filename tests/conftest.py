@@ -12,6 +12,7 @@ FIRST = (
     "server/test_end_to_end.py",
     "server/test_overflow.py",
     "server/test_provenance.py",
+    "server/test_registry.py",
     "server/test_seeded_bugs.py",
     "tests/test_readme.py",
 )
@@ -76,6 +77,11 @@ def _prepare(full):
 def pytest_collection_finish():
     gc.freeze()  # a million objects that later collections need not look at
     gc.enable()
+
+
+def pytest_sessionfinish():
+    gc.collect()  # here what is left may still complain
+    gc.freeze()  # pytest is about to collect five times, which takes seconds
 
 
 def pytest_collection_modifyitems(config, items):
