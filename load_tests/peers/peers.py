@@ -66,7 +66,8 @@ example:
       --peer transformers=TRANSFORMERS/bin/python --runs 5 --out peers
 
 The folder of --out gets result.json, with every sample, and report.html.
-Exit status: 0 when every request was served, 1 when some failed, 2 when nothing was measured.
+Exit status: 0 when every request was served, 1 when some failed, 2 when a system could not be
+measured, 130 when the comparison was interrupted.
 """
 
 
@@ -139,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     progress = Progress(sys.stderr)
     status, reason = 0, ""
     try:
+        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
         with terminated_as_interrupted():
             asyncio.run(_measure(systems, args, measured, progress))
     except COULD_NOT as error:

@@ -46,7 +46,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. 0: all were served; 1: some failed; 2: nothing measured; 130: interrupted."""
+    """The command. 0: all were served; 1: some failed; 2: ended early; 130: interrupted."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["compare"]:
         return compare.main(words[1:])
@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     if reason:
         measured.warnings.append(f"The load test ended early ({reason}); results are incomplete.")
-    return report(as_result(command, args, measured), Path(args.out)) or status
+    served = report(as_result(command, args, measured), Path(args.out))
+    return status or served
 
 
 def complete_options(args: argparse.Namespace, kind: str) -> None:
@@ -84,12 +85,11 @@ def complete_options(args: argparse.Namespace, kind: str) -> None:
 
 
 def report(measured: Result, folder: Path) -> int:
-    """Print the tables, write both files; returns 0 if all were served, 1 if some, 2 if none."""
-    print(tables(measured))
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write both files, print the tables; returns 0 if all were served, 1 if some, 2 if none."""
+    # First, because an output that cannot be written to must not cost the measurements.
     result.write(folder / "result.json", measured)
     (folder / "report.html").write_text(page(measured), encoding="utf-8")
-    print(f"\n{folder / 'report.html'}\n{folder / 'result.json'}")
+    print(f"{tables(measured)}\n\n{folder / 'report.html'}\n{folder / 'result.json'}")
     failures = [outcome.error is not None for run in measured.runs for outcome in run.outcomes]
     if all(failures):
         return 2

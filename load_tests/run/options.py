@@ -52,7 +52,8 @@ examples:
 
 Tables go to standard output, progress to standard error. The folder of --out gets result.json,
 with every sample, and report.html, which needs no other file.
-Exit status: 0 when every request was served, 1 when some failed, 2 when nothing was measured.
+Exit status: 0 when every request was served, 1 when some failed, 2 when nothing was measured or
+the load test ended early, 130 when it was interrupted.
 """
 
 

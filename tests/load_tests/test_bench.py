@@ -1,7 +1,9 @@
+import io
 import json
 import shlex
 import signal
 import socket
+import sys
 
 import pytest
 
@@ -52,6 +54,14 @@ def test_a_table_and_both_files(capsys, tmp_path):
     assert max(max(body["prompt"]) for body in running.bodies) < 1000
     prompts = [str(body["prompt"]) for body in running.bodies]
     assert len(set(prompts)) == len(prompts) == 4 + 2 * 2
+
+
+def test_a_result_is_saved_though_it_cannot_be_printed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with serving() as running, pytest.raises(UnicodeEncodeError):
+        main(["--base-url", f"http://127.0.0.1:{running.port}", *SMALL, "--out", str(tmp_path)])
+    assert len(read(tmp_path / "result.json").runs) == 2
+    assert (tmp_path / "report.html").exists()
 
 
 def test_models_are_variants_that_get_the_same_prompts(capsys, tmp_path):
@@ -198,7 +208,7 @@ def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monke
         return await real(*arguments)
 
     monkeypatch.setattr(bench.Runner, "run", interrupted)
-    status, captured, result, _ = measure(capsys, tmp_path)
+    status, captured, result, _ = measure(capsys, tmp_path, answer=failing(5))
     assert status == 130
     assert len(result["runs"]) == 1
     assert "interrupted" in captured.out

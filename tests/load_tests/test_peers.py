@@ -43,6 +43,14 @@ def test_a_system_that_does_not_start_is_status_2(capsys, tmp_path):
     assert "ended at its start" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_measuring(capsys, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert main([*BASE, "--out", str(tmp_path / "taken")]) == 2
+    captured = capsys.readouterr()
+    assert "File exists" in captured.err
+    assert "starting" not in captured.err
+
+
 def test_what_was_measured_before_a_failure_is_reported(capsys, tmp_path):
     missing = tmp_path / "python"
     missing.write_text("not a program")
