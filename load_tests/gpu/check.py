@@ -103,7 +103,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(report: Report, words: Sequence[str], args: argparse.Namespace) -> int:
     print(tables(report.ceiling, report.found))
     failed = any(isinstance(each, LeftOut) and each.failed for each in report.found)
-    return int(failed or report.cut_short)
+    if failed or report.cut_short:
+        return 1
+    return 2 if all(isinstance(each, LeftOut) for each in report.found) else 0
 
 
 def parser() -> argparse.ArgumentParser:

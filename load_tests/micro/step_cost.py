@@ -154,6 +154,10 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         raise CommandError(
             f"--chunk {args.chunk} is more than --context; use {args.context} or less"
         )
+    if args.rounds < 1 and args.prefill_rounds < 1:
+        raise CommandError(
+            "--rounds and --prefill-rounds of 0 leave nothing to measure; ask for some of either"
+        )
     device, dtype, clock = place_of(args)
     variants = [ZERO, *(variant for variant in args.variants.split(",") if variant != ZERO)]
     progress = Progress(sys.stderr)

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named(alone, monkeypatch, capsys):
 
 def test_nothing_fits(alone, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "free_memory", lambda device: 0)
-    assert main(TINY) == 0
+    assert main(TINY) == 2
     out = capsys.readouterr().out
     assert "|" not in out and "batch 1, context 64" in out
 

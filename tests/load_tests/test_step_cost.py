@@ -85,6 +85,7 @@ def test_a_limit_that_does_not_hold_is_an_exit_status(monkeypatch, capsys):
     ("words", "complaint"),
     [
         (["--chunk", "64"], "--chunk 64 is more than --context"),
+        (["--rounds", "0", "--prefill-rounds", "0"], "leave nothing to measure"),
         (["--shape", "no"], "shape:no is no shape known here"),
         (["--variants", "no"], "There is no encoding 'no'"),
     ],
