@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -21,6 +22,8 @@ from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
+
+Verdict = Literal["as its work or slower", "grows faster than its work", "undecided"]
 
 _DEFAULTS: Mapping[str, str] = {
     "batch": "1,2,4,8,16,32,64",
@@ -52,7 +55,9 @@ block in a pool or the next request in a queue. All sizes of a part take turns i
 each is compared with the size before it in the same round: if four times the size takes twice as
 long, the time grew as the size to the power of 0.5. A part `grows faster than its work` if, at the
 two largest sizes, even the lower end of the interval of that exponent is more than {MARGIN} above
-the exponent of its work. Smaller sizes do not count because fixed costs hide the growth there.
+the exponent of its work, grows `as its work or slower` if not even the upper end is, and is
+`undecided` otherwise: ask for more rounds. Smaller sizes do not count because fixed costs hide the
+growth there.
 
 By default the processor time of one thread counts, because other programs change it least. Use
 --clock wall only on a machine that does nothing else; on CUDA, passes have the device's own clock.
@@ -80,8 +85,18 @@ class Growth:
     exponents: Sequence[Estimate]
 
     @property
+    def verdict(self) -> Verdict | None:
+        """None of one size, which has no growth."""
+        if not self.exponents:
+            return None
+        last, most = self.exponents[-1], self.part.power + MARGIN
+        if last.high <= most:
+            return "as its work or slower"
+        return "grows faster than its work" if last.low > most else "undecided"
+
+    @property
     def too_fast(self) -> bool:
-        return bool(self.exponents) and self.exponents[-1].low > self.part.power + MARGIN
+        return self.verdict == "grows faster than its work"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -194,7 +209,6 @@ def _table(growths: Sequence[Growth]) -> str:
         part = growth.part
         for at, (size, seconds) in enumerate(zip(growth.sizes, growth.seconds, strict=True)):
             last = at == len(growth.sizes) - 1
-            judged = "grows faster than its work" if growth.too_fast else "as its work or slower"
             rows.append(
                 (
                     part.name if at == 0 else "",
@@ -203,7 +217,7 @@ def _table(growths: Sequence[Growth]) -> str:
                     fine_milliseconds(seconds.value),
                     _exponent(growth.exponents[at - 1]) if at else "",
                     f"{part.power:g}" if last and at else "",
-                    judged if last and at else "",
+                    growth.verdict or "" if last else "",
                 )
             )
     return markdown(rows, left=2)
@@ -248,6 +262,7 @@ def _as_json(
         "calls_per_sample": part.times,
         "exponents": [each.value for each in growth.exponents],
         "too_fast": growth.too_fast,
+        "verdict": growth.verdict,
         "samples": list(taken),  # seconds by size, round by round
     }
 

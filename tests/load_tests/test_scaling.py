@@ -85,6 +85,14 @@ def test_noise_alone_is_no_growth():
     assert not growth_of(part(0), grown(1, noise=0.1)[:3]).too_fast  # too few for an interval
 
 
+def test_what_cannot_be_told_is_not_acquitted(monkeypatch, capsys):
+    assert growth_of(part(0), grown(0)).verdict == "as its work or slower"
+    assert growth_of(part(0), grown(0, noise=1.0)).verdict == "undecided"
+    monkeypatch.setattr(scaling, "_measure", lambda args: [(part(0), grown(1)[:3])])
+    assert main([]) == 0
+    assert capsys.readouterr().out.endswith("|0|undecided|\n")
+
+
 def test_a_part_that_grows_too_fast_is_an_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(scaling, "_measure", lambda args: [(part(0), grown(1, noise=0))])
     assert main([]) == 1
