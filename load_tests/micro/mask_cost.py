@@ -117,8 +117,8 @@ def main() -> None:
                 held = [matcher() if every and i % every == 0 else None for i in range(count)]
                 begin(engine, prompt, params, held)
             for number in range(args.rounds // len(kinds)):
-                random.Random(number).shuffle(kinds)
-                taken.append({kind: seconds(engines[kind], clock) for kind in kinds})
+                order = random.Random(number).sample(kinds, len(kinds))
+                taken.append({kind: seconds(engines[kind], clock) for kind in order})
             for engine in engines.values():
                 end(engine, count)
         free = median_of([each["free"] for each in taken]).value
