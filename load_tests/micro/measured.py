@@ -48,15 +48,19 @@ def run(
 
 def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
     """Options of the shape, the place and the files; `shape` is the default."""
-    add(options, "--shape NAME", str, shape, f"{', '.join(SHAPES)} (default: %(default)s)")
+    add_shape(options, shape)
     add_place(options)
     add(options, "--out NAME", str, None, "write NAME.json, every sample in it, and NAME.svg")
+
+
+def add_shape(options: argparse.ArgumentParser, shape: str) -> None:
+    add(options, "--shape NAME", str, shape, f"{', '.join(SHAPES)} (default: %(default)s)")
 
 
 def add_place(options: argparse.ArgumentParser) -> None:
     """Options of device, dtype, threads and clock, for `place_of`; and the seed of the order."""
     add_device(options)
-    add(options, "--threads N", count, 1, "threads of the CPU kernels (default: %(default)s)")
+    add_threads(options)
     options.add_argument(
         "--clock",
         choices=("processor", "wall"),
@@ -75,12 +79,22 @@ def add_device(options: argparse.ArgumentParser) -> None:
     )
 
 
+def add_threads(options: argparse.ArgumentParser) -> None:
+    add(options, "--threads N", count, 1, "threads of the CPU kernels (default: %(default)s)")
+
+
 def place_of(args: argparse.Namespace) -> tuple[torch.device, torch.dtype, Clock]:
     """Device, dtype and clock; sets the number of threads. Raises CommandError."""
+    device, dtype = device_of(args)
+    return device, dtype, clock_of(args.clock, device)
+
+
+def device_of(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """For what has clocks of its own. Sets the number of threads. Raises CommandError."""
     device = hardware.pick_device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(args.threads)
-    return device, hardware.pick_dtype(args.dtype, device), clock_of(args.clock, device)
+    return device, hardware.pick_dtype(args.dtype, device)
 
 
 def write(
@@ -135,11 +149,11 @@ async def _environment(args: argparse.Namespace) -> dict[str, object]:
     """The environment of this process, without servers."""
     facts = await environment([])
     del facts["versions"]
-    device, dtype, clock = place_of(args)
+    device, dtype = device_of(args)
     return {
         **facts,
         "torch": torch.__version__,
         "device": hardware.device_name(device),
         "dtype": hardware.dtype_name(dtype),
-        "clock": clock,
+        **({"clock": clock_of(args.clock, device)} if "clock" in args else {}),
     }

@@ -4,19 +4,26 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import TypeVar
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.common.progress import Progress
-from ropewalk.load_tests.common.rounds import interval_json
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, request, untouched_cache
-from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
+from ropewalk.load_tests.micro.measured import (
+    add_device,
+    add_shape,
+    add_threads,
+    device_of,
+    markdown,
+    run,
+    write,
+)
 from ropewalk.load_tests.report.formatting import milliseconds
 from ropewalk.load_tests.run.options import add, count
-from ropewalk.report.statistics import Estimate, median_of
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.launch.load_model import find_kernels
@@ -36,7 +43,8 @@ long steps wait for blocks that are moved.
 In each round an engine as in `ropewalk serve`, with random weights, computes a prompt of --context
 tokens. Then all that is cached has to make room, and the same prompt comes again: alone, and once
 more beside --batch requests that decode, among which it is preempted at last. Times end with its
-first token. The last two rows are the longest time that copies and checksums took within one step.
+first token. The last two rows are the longest processor time that copies and checksums took within
+one step. The table has the median of the rounds, the least and the most.
 
 Limits, for medians: restored {LEAST:.0f} times faster than computed, alone; {1000 * MOST_S:.0f} ms
 of a step.
@@ -78,7 +86,7 @@ class Bench:
     """An engine whose cache holds `batch` short requests and one of `context`, and no more."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        device, dtype, _ = place_of(args)
+        device, dtype = device_of(args)
         kernels = find_kernels(device)
         self._context, self._batch, self._random = (
             args.context,
@@ -181,7 +189,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_options(options, shape="smollm2")
+    add_shape(options, "smollm2")
+    add_device(options)
+    add_threads(options)
+    add(options, "--seed TEXT", str, "0", "seed of the prompts (default: %(default)s)")
+    add(options, "--out NAME", str, None, "write NAME.json, every sample in it")
     add(options, "--context N", count, 4096, "tokens of the prefix (default: 4k)")
     add(options, "--batch N", count, 8, "requests that decode (default: %(default)s)")
     add(options, "--rounds N", count, 6, "(default: %(default)s)")
@@ -202,25 +214,28 @@ def _measure(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def _report(taken: list[dict[str, float]], words: Sequence[str], args: argparse.Namespace) -> int:
-    medians = {name: median_of([each[name] for each in taken]) for name in taken[0]}
-    faster = median_of([each[COMPUTED] / each[RESTORED] for each in taken])
-    print(table(medians, faster))
+    seconds = {name: [each[name] for each in taken] for name in taken[0]}
+    faster = median(each[COMPUTED] / each[RESTORED] for each in taken)
+    print(table(seconds, faster))
     if args.out:
-        content = {name: interval_json(each) for name, each in medians.items()}
-        write(args.out, "spill cost", words, args, {"seconds": content, "samples": taken}, [])
-    slow = any(medians[name].value > MOST_S for name in (COMING, LEAVING))
-    return int(faster.value < LEAST or slow)
+        content = {
+            name: {"median": median(each), "low": min(each), "high": max(each)}
+            for name, each in seconds.items()
+        }
+        write(args.out, "spill cost", words, args, {"seconds": content, "samples": taken})
+    slow = any(median(seconds[name]) > MOST_S for name in (COMING, LEAVING))
+    return int(faster < LEAST or slow)
 
 
-def table(medians: dict[str, Estimate], faster: Estimate) -> str:
+def table(seconds: Mapping[str, Sequence[float]], faster: float) -> str:
     """Milliseconds of each, and how much faster a prefix is restored."""
     rows = [("", "ms", "least", "most", "limit")]
-    for name, each in medians.items():
+    for name, each in seconds.items():
         limit = milliseconds(MOST_S) if name in (COMING, LEAVING) else ""
-        middle, low, high = map(milliseconds, (each.value, each.low, each.high))
-        rows.append((name, middle, low, high, limit))
+        middle, least, most = map(milliseconds, (median(each), min(each), max(each)))
+        rows.append((name, middle, least, most, limit))
     told = markdown(rows, left=1)
-    return f"{told}\n\nRestored {faster.value:.1f} times faster than computed (limit {LEAST:.0f})."
+    return f"{told}\n\nRestored {faster:.1f} times faster than computed (limit {LEAST:.0f})."
 
 
 if __name__ == "__main__":
