@@ -24,7 +24,10 @@ async def variants_of(server: Server, models: Sequence[str]) -> list[Variant]:
     A variant is labelled with its model; the caller adds the server if there are several.
     """
     if not server.dialect.token_ids:  # its /v1/models lists downloads, not what it serves
-        return [Variant(server.model or server.dialect.name, server, "")]
+        names = models or (server.model,)
+        return [
+            Variant(name or server.dialect.name, replace(server, model=name), "") for name in names
+        ]
     cards = await _cards(server)
     wanted = list(models) or list(cards)[:1]
     for name in wanted:

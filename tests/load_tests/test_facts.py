@@ -53,6 +53,8 @@ def test_a_server_without_models(answer):
 def test_transformers_is_not_asked_what_it_serves():
     (variant,) = ask(lambda server: variants_of(server, ()), dialect="transformers")
     assert (variant.label, variant.server.model) == ("transformers", None)
+    variants = ask(lambda server: variants_of(server, ("a", "b")), dialect="transformers")
+    assert [(each.label, each.server.model) for each in variants] == [("a", "a"), ("b", "b")]
 
 
 def test_facts_are_the_models_own():
