@@ -55,10 +55,15 @@ class Server:
     idle_s: float = 120.0  # between two pieces of it
 
     @property
+    def authority(self) -> str:
+        """Host and port as URLs and the Host header have them, an IPv6 address in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
     def url(self) -> str:
         """In the form of `--base-url`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{self.authority}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +79,14 @@ class Variant:
 def split_base_url(url: str) -> tuple[str, int]:
     """Host and port of `http://host:port`, with or without `/v1`. Raises ValueError."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
-    if parts.scheme != "http" or not parts.hostname or parts.path.rstrip("/") not in ("", "/v1"):
-        raise ValueError(f"{url!r} is not a base URL such as http://127.0.0.1:8000")
-    return parts.hostname, parts.port or 80
+    wrong = f"{url!r} is not a base URL such as http://127.0.0.1:8000"
+    if parts.scheme == "https" or parts.path.rstrip("/") not in ("", "/v1"):
+        raise ValueError(
+            f"{wrong}: only plain http without a path is spoken; give the address behind the proxy"
+        )
+    if parts.scheme != "http" or not parts.hostname:
+        raise ValueError(wrong)
+    return parts.hostname, 80 if parts.port is None else parts.port
 
 
 async def complete(server: Server, request: Request, intended: float | None = None) -> Outcome:
@@ -123,7 +133,7 @@ def encode_request(server: Server, method: str, path: str, body: object = None) 
     content = b"" if body is None else json.dumps(body).encode()
     lines = [
         f"{method} {path} HTTP/1.1",
-        f"Host: {server.host}:{server.port}",
+        f"Host: {server.authority}",
         "Connection: close",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",

@@ -260,7 +260,7 @@ async def _running(args: argparse.Namespace) -> list[Variant]:
     if len(addresses) == 1:
         return variants
     return [
-        replace(variant, label=f"{variant.label}@{variant.server.host}:{variant.server.port}")
+        replace(variant, label=f"{variant.label}@{variant.server.authority}")
         for variant in variants
     ]
 

@@ -10,6 +10,7 @@ from ropewalk.load_tests.client.client import (
     Server,
     Unreachable,
     complete,
+    encode_request,
     fetch,
     get_json,
     split_base_url,
@@ -258,6 +259,8 @@ def test_get_json_reads_and_refuses():
         ("http://localhost:81/v1/", ("localhost", 81)),
         ("box:9", ("box", 9)),
         ("http://box", ("box", 80)),
+        ("http://box:0", ("box", 0)),
+        ("http://[::1]:81", ("::1", 81)),
     ],
 )
 def test_base_urls(url, expected):
@@ -268,6 +271,18 @@ def test_base_urls(url, expected):
 def test_other_urls_are_refused(url):
     with pytest.raises(ValueError, match="is not a base URL"):
         split_base_url(url)
+
+
+@pytest.mark.parametrize("url", ["https://box:1", "http://box/api"])
+def test_a_proxys_url_is_refused_with_the_reason(url):
+    with pytest.raises(ValueError, match="without a path is spoken; give the address behind the"):
+        split_base_url(url)
+
+
+def test_the_host_of_an_ipv6_address_has_brackets():
+    server = Server("::1", 81, DIALECTS["openai"])
+    assert b"\r\nHost: [::1]:81\r\n" in encode_request(server, "GET", "/health")
+    assert split_base_url(server.url) == ("::1", 81)
 
 
 def test_no_connection_is_left_open():
