@@ -9,7 +9,7 @@ are compared with.
 The modules, in the order of a load test (an arrow: uses):
 
     bench → options, progress           the command, from its options to its exit status
-    serving → process                   what is compared, if the benchmark starts it
+    serving → process, memory           what is compared, if the benchmark starts it
     facts, environment                  what servers and the machine report about themselves
     loads → workloads, profiles         which requests are sent, and when
     workloads → prompts, conversation, hits

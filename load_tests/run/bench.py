@@ -24,7 +24,12 @@ from ropewalk.load_tests.report.page import page
 from ropewalk.load_tests.report.table import tables
 from ropewalk.load_tests.run.options import DEFAULT_URL, ENCODINGS, parser, sizes_from
 from ropewalk.load_tests.run.runner import NoSuccess, Runner
-from ropewalk.load_tests.run.serving import serving, terminated_as_interrupted
+from ropewalk.load_tests.run.serving import (
+    FAMILY,
+    TRAINED_CONTEXT,
+    serving,
+    terminated_as_interrupted,
+)
 from ropewalk.load_tests.workload.loads import needed_context, points, under_profiles
 from ropewalk.load_tests.workload.prompts import Form, PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes, Workload
@@ -115,6 +120,8 @@ def as_result(command: str, args: argparse.Namespace, measured: Measured) -> Res
 
 async def _measure(args: argparse.Namespace, measured: Measured, progress: Progress) -> None:
     sizes = sizes_from(args)
+    if args.serve == FAMILY:
+        sizes = replace(sizes, trained_context=TRAINED_CONTEXT)
     context = args.context or needed_context(args.workload, sizes)
     if args.serve is not None:
         progress.start("starting servers")

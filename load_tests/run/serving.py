@@ -19,9 +19,11 @@ from urllib.parse import quote
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Variant, fetch, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
+from ropewalk.load_tests.common.memory import free_memory
 
 PROGRAM = (sys.executable, "-m", "ropewalk", "serve")
 FAMILY = "family"
+TRAINED_CONTEXT = 512  # of the family's models, which a server says only once it is started
 SHAPE = "shape:"
 TABLE = "learned"  # the family's model of it takes only its trained context
 # Encoding → its option that changes no answer, and the values.
@@ -182,8 +184,7 @@ async def _check_context(group: _Group, context: int) -> None:
 
 
 def _free_share(variants: int) -> int:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * _MEMORY_SHARE) // max(variants, 1)
+    return int(free_memory() * _MEMORY_SHARE) // max(variants, 1)
 
 
 @contextmanager

@@ -8,11 +8,13 @@ import sys
 import pytest
 
 from ropewalk.load_tests.client.facts import Facts
+from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.report.result import read
 from ropewalk.load_tests.run import bench
 from ropewalk.load_tests.run.bench import main, sizes_within
 from ropewalk.load_tests.run.options import parser
-from ropewalk.load_tests.workload.workloads import Sizes
+from ropewalk.load_tests.workload.workloads import EXTRAPOLATION, Sizes
+from ropewalk.model.family.training import recipe
 from tests.load_tests.sse_server import good, serving, whole
 
 SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--runs", "2", "--prompt-form", "ids"]
@@ -231,6 +233,19 @@ def test_what_no_server_has_room_for_is_status_2(capsys, tmp_path):
     status, captured, _, _ = measure(capsys, tmp_path, *options, answer=answer)
     assert status == 2
     assert "Left out of longctx 512: r; " in captured.err
+
+
+def test_the_family_is_started_with_the_context_that_extrapolation_needs(tmp_path, monkeypatch):
+    started = []
+
+    def serving(*_, context, **options):
+        started.append(context)
+        raise StartFailed("enough")
+
+    monkeypatch.setattr(bench, "serving", serving)
+    options = ["--workload", "extrapolate", "--out", str(tmp_path)]
+    assert main(["--serve", "family", *options]) == 2
+    assert started == [max(EXTRAPOLATION) * recipe.CONTEXT]
 
 
 def test_compare_is_handed_on(monkeypatch):
