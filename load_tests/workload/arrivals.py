@@ -5,6 +5,7 @@ late client lengthens the measured latency instead of shortening it.
 """
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -80,9 +81,10 @@ async def _open_loop(
 ) -> Driven:
     """Requests are sent at their times, however many are unanswered.
 
-    The server begins empty, so the steady window opens with the end of the first answer, or at the
-    start if no request comes after that. It closes at `end`, when one more request would have come:
-    with the last one as its end, it would have as many arrivals as are due in a longer time.
+    The server begins empty, so the steady window opens with the end of the first answer (a failure
+    is none), or at the start if no request comes after that. It closes at `end`, when one request
+    more would have come: with the last one as its end, it would have as many arrivals as are due
+    in a longer time.
     """
     start = time.perf_counter()
     tasks: list[asyncio.Task[Outcome]] = []
@@ -93,6 +95,7 @@ async def _open_loop(
     outcomes = tuple(task.result() for task in tasks)
     if not outcomes:
         return Driven((), start, start)
-    first = min(outcome.ended for outcome in outcomes)
+    served = (outcome.ended for outcome in outcomes if outcome.error is None)
+    first = min(served, default=math.inf)
     opened = first if first <= outcomes[-1].intended else start
     return Driven(outcomes, opened, start + end)

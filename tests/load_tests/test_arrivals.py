@@ -1,5 +1,6 @@
 import asyncio
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -144,6 +145,24 @@ def test_the_window_of_an_open_loop_opens_with_the_first_answer():
     result = driven(40, POISSON, send)
     assert result.steady_from == min(outcome.ended for outcome in result.outcomes)
     assert result.outcomes[0].intended < result.steady_from < result.outcomes[-1].intended
+
+
+def test_a_failure_opens_no_window():
+    async def send(request: Request, intended: float) -> Outcome:
+        if number(request) in (0, 2):
+            return replace(await at_once(request, intended), error="status 429")
+        await asyncio.sleep(0.05)
+        return await at_once(request, intended)
+
+    result = driven(40, POISSON, send)
+    served = [outcome for outcome in result.outcomes if outcome.error is None]
+    assert result.steady_from == min(outcome.ended for outcome in served)
+
+    async def fail(request: Request, intended: float) -> Outcome:
+        return replace(await at_once(request, intended), error="status 500")
+
+    result = driven(4, POISSON, fail)
+    assert result.steady_from < result.outcomes[0].intended
 
 
 def test_an_open_loop_offers_its_rate_on_average():
