@@ -24,8 +24,9 @@ _COUNTS = {
     "prefix_tokens": "length of each common prefix in shared-prefix",
     "prefixes": "number of prefixes in shared-prefix",
     "requests_per_prefix": "requests with each prefix in shared-prefix",
-    "requests_per_worker": "requests of each worker in a run of sync or closed:N",
-    "arrivals": "requests in a run of poisson or gamma",
+    "requests_per_worker": "requests of each worker in a run of sync or closed:N; longctx and "
+    "extrapolate send 1 in sync, shared-prefix and files their own number",
+    "arrivals": "requests in a run of poisson or gamma, but not of shared-prefix and files",
 }
 
 _DESCRIPTION = """\

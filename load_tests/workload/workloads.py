@@ -155,15 +155,17 @@ def _longctx_points(sizes: Sizes) -> list[Point]:
 
 
 def _longctx(draft: Draft) -> list[Request]:
-    """One per worker, ending at the point's context: its last steps are what is measured."""
+    """Requests that end at the point's context: their last steps are what is measured.
+
+    One at a time, one is enough; with more, the first wave is the warm-up of a closed loop.
+    """
     assert draft.point.context is not None
     length = draft.point.context - STEP_OUTPUT_TOKENS
     if length < 1:
         raise ValueError(
             f"{draft.point.label} leaves no prompt: use contexts above {STEP_OUTPUT_TOKENS} tokens"
         )
-    profile = draft.profile
-    count = draft.sizes.arrivals if profile.open_loop else profile.concurrency
+    count = 1 if draft.profile.kind == "sync" else draft.count
     return [draft.request(length, STEP_OUTPUT_TOKENS) for _ in range(count)]
 
 

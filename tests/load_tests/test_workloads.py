@@ -71,13 +71,20 @@ def test_a_model_with_the_context_that_a_workload_names_can_take_all_of_it(name)
     assert name in ("chat", "shift") or max(needed) == context
 
 
-def test_longctx_has_one_prompt_a_worker_at_every_length():
+@pytest.mark.parametrize("name", ["longctx", "extrapolate"])
+def test_workers_of_long_contexts_go_on_after_their_first_wave(name):
+    assert len(plan(name).requests) == 1
+    assert len(plan(name, CLOSED).requests) == 24
+    assert len(plan(name, OPEN).requests) == 7
+
+
+def test_longctx_has_prompts_at_every_length():
     assert WORKLOADS["longctx"].points(SIZES) == [
         Point("longctx", "longctx 224", 224),
         Point("longctx", "longctx 320", 320),
     ]
     assert [point.context for point in WORKLOADS["longctx"].points(Sizes())] == [512, 2048, 8192]
-    assert lengths(plan("longctx", CLOSED, point=1)) == [(128, 192)] * 6
+    assert lengths(plan("longctx", CLOSED, point=1)) == [(128, 192)] * 24
     with pytest.raises(ValueError, match="longctx 192 leaves no prompt"):
         plan("longctx", sizes=Sizes(contexts=(192,)))
 
