@@ -56,7 +56,8 @@ class Phase:
     failures: Sequence[str]  # any other end
     seconds: float
     cpu: Processor
-    first_tokens: Sequence[float]
+    first_tokens: Sequence[float]  # of those that were to be sent in the steady window
+    lag: float  # by which the client sent late (p99)
 
     @property
     def rate(self) -> float:
@@ -121,6 +122,7 @@ def summary(rounds: Sequence[Round], limit: float) -> list[str]:
         f"{median(one.efficiency for one in rounds):.2f}",
         f"  accepted: first token after {median(one.overload.p99 for one in rounds):.2f} s (p99); "
         f"the limit in the queue is {limit:g} s",
+        f"  the client sent late by {max(one.overload.lag for one in rounds) * 1e3:.1f} ms (p99)",
         f"  refused: {sum(one.overload.refused for one in rounds)}, each at "
         f"{median(one.refusal_s for one in rounds) * 1e3:.2f} ms of processor time",
         f"  failed otherwise: {len(failures)}" + "".join(f"\n    {each}" for each in failures[:5]),
@@ -139,11 +141,13 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
         async def load(
             requests: int,
             profile: Profile,
+            number: int = number,
             prompts: PromptMaker = prompts,
             sizes: random.Random = sizes,
         ) -> Phase:
             plan = [_request(prompts, args, sizes) for _ in range(requests)]
-            return await _phase(server, started.popen.pid, Plan(tuple(plan), None), profile)
+            pid, seed = started.popen.pid, f"overload/{number}"
+            return await _phase(server, pid, Plan(tuple(plan), None), profile, seed)
 
         together = Profile("closed", concurrency=args.max_seqs + args.max_seqs // 2)
         probe = await load(_PROBE * together.concurrency, together)
@@ -178,12 +182,12 @@ def _request(prompts: PromptMaker, args: argparse.Namespace, sizes: random.Rando
     return Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
 
 
-async def _phase(server: Server, pid: int, plan: Plan, profile: Profile) -> Phase:
+async def _phase(server: Server, pid: int, plan: Plan, profile: Profile, seed: str) -> Phase:
     async def send(request: Request, intended: float) -> Outcome:
         return await complete(server, request, intended)
 
     before, began = _processor(pid), time.perf_counter()
-    driven = await drive(plan, profile, "overload", send)
+    driven = await drive(plan, profile, seed, send)
     spent, ended = _processor(pid) - before, time.perf_counter()
     return phase_of(driven, spent, ended - began)
 
@@ -193,6 +197,7 @@ def phase_of(driven: Driven, spent: Processor, seconds: float) -> Phase:
     steady = driven.steady_to - driven.steady_from
     share = min(steady / seconds, 1.0)
     served = [each for each in driven.outcomes if each.error is None]
+    begun = [each for each in served if driven.steady_from <= each.intended <= driven.steady_to]
     errors = [each.error for each in driven.outcomes if each.error is not None]
     return Phase(
         served=sum(driven.steady_from <= each.ended <= driven.steady_to for each in served),
@@ -200,7 +205,8 @@ def phase_of(driven: Driven, spent: Processor, seconds: float) -> Phase:
         failures=[error for error in errors if not error.startswith(_REFUSED)],
         seconds=steady,
         cpu=Processor(spent.client * share, spent.server * share, spent.loop * share),
-        first_tokens=[each.chunks[0][0] - each.sent for each in served if each.chunks],
+        first_tokens=[each.chunks[0][0] - each.intended for each in begun if each.chunks],
+        lag=percentile([each.sent - each.intended for each in driven.outcomes], 99),
     )
 
 

@@ -3,30 +3,35 @@
 import pytest
 
 from ropewalk.load_tests.common.types import Outcome
+from ropewalk.load_tests.run import overload
 from ropewalk.load_tests.run.overload import Phase, Processor, Round, main, phase_of, sound, summary
 from ropewalk.load_tests.workload.arrivals import Driven
 
 
 def phase(served=100, refused=0, seconds=10.0, client=0.0, server=5.0, loop=1.0, **more):
     cpu = Processor(client, server, loop)
-    return Phase(served, refused, more.get("failures", []), seconds, cpu, more.get("first", [0.5]))
+    first, lag = more.get("first", [0.5]), more.get("lag", 0.0)
+    return Phase(served, refused, more.get("failures", []), seconds, cpu, first, lag)
 
 
-def outcome(began, ended, error=None):
+def outcome(began, ended, error=None, late=0.0):
     chunks = () if error else ((ended - 0.1, 1),)
-    return Outcome(began, began, ended, chunks, error=error)
+    return Outcome(began, began + late, ended, chunks, error=error)
 
 
 def test_a_phase_counts_what_ended_in_its_window():
     outcomes = (
+        outcome(-1.0, -0.5),  # of the first wave, as the next
+        outcome(-1.0, 1.5),
         outcome(0.0, 1.0),
-        outcome(1.0, 4.0),
+        outcome(1.0, 4.0, late=0.2),
         outcome(3.0, 9.0),  # after the window
         outcome(2.0, 2.1, "status 429: full"),
         outcome(2.0, 2.1, "status 503: gone"),
     )
     found = phase_of(Driven(outcomes, 0.0, 5.0), Processor(2.0, 4.0, 1.0), 10.0)
-    assert (found.served, found.refused, found.failures) == (2, 1, ["status 503: gone"])
+    assert (found.served, found.refused, found.failures) == (3, 1, ["status 503: gone"])
+    assert 0.15 < found.lag <= 0.2
     assert found.cpu == Processor(1.0, 2.0, 0.5)  # the window is half of the time
     assert found.first_tokens == pytest.approx([0.9, 2.9, 5.9])
 
@@ -45,14 +50,29 @@ def test_the_cost_of_a_refusal_is_what_served_requests_do_not_explain():
 
 def test_the_summary_has_medians_and_failures():
     calm = phase()
-    rounds = [Round(calm, phase(served=each)) for each in (80, 95, 90)]
+    rounds = [Round(calm, phase(served=each, lag=each / 1e4)) for each in (80, 95, 90)]
     text = "\n".join(summary(rounds, 2.0))
+    assert "the client sent late by 9.5 ms (p99)" in text
     assert "goodput 0.90 of the capacity (0.80, 0.95, 0.90)" in text
     assert "first token after 0.50 s (p99); the limit in the queue is 2 s" in text
     assert "failed otherwise: 0" in text and all(map(sound, rounds))
     bad = Round(calm, phase(failures=["status 500: x"]))
     assert "failed otherwise: 1\n    status 500: x" in "\n".join(summary([bad], 2.0))
     assert not sound(bad)
+
+
+def test_every_round_has_arrivals_of_its_own(monkeypatch, capsys):
+    seeds = []
+    real = overload.drive
+
+    async def drive(plan, profile, seed, send):
+        seeds.append(seed)
+        return await real(plan, profile, seed, send)
+
+    monkeypatch.setattr(overload, "drive", drive)
+    words = ["--seconds", "0.3", "--rounds", "2", "--max-seqs", "2"]
+    main([*words, "--prompt-tokens", "16", "--output-tokens", "4"])
+    assert len(set(seeds)) == 2
 
 
 def test_a_small_overload_is_served_or_refused(capsys):
