@@ -28,7 +28,7 @@ _PREFIX, _KEPT = "ROPEWALK_", "ROPEWALK_HOME"
 
 
 class StartFailed(Exception):
-    """A server did not come up; the message ends with the end of its log."""
+    """A server did not come up, or ended by itself; the message ends with the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,6 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartFailed as error:
         print(error, file=sys.stderr)
         return 2
+    except Unreachable as error:
+        print(f"{error}; {args.out} has the logs", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

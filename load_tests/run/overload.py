@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from ropewalk.load_tests.client.client import Server, complete, get_json
+from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with serve_alone(*_words(args)) as (server, started):
             rounds = asyncio.run(_measure(args, server, started))
-    except StartFailed as error:
+    except (StartFailed, Unreachable) as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(summary(rounds, args.max_queue_time)))
@@ -147,7 +147,10 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
         ) -> Phase:
             plan = [_request(prompts, args, sizes) for _ in range(requests)]
             pid, seed = started.popen.pid, f"overload/{number}"
-            return await _phase(server, pid, Plan(tuple(plan), None), profile, seed)
+            phase = await _phase(server, pid, Plan(tuple(plan), None), profile, seed)
+            if started.popen.poll() is not None:
+                raise started.failed("ended under load")
+            return phase
 
         together = Profile("closed", concurrency=args.max_seqs + args.max_seqs // 2)
         probe = await load(_PROBE * together.concurrency, together)
@@ -236,7 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="python -m ropewalk.load_tests.run.overload",
         description=__doc__,
-        epilog="Exit status: 0 when every request was served or refused with 429, 1 when not.",
+        epilog="Exit status: 0 when every request was served or refused with 429, 1 when not,\n"
+        "2 when the server does not start, or ends.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = "what to serve, as `ropewalk serve` takes it (%(default)s)"

@@ -17,7 +17,14 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server, Variant, fetch, get_json
+from ropewalk.load_tests.client.client import (
+    DIALECTS,
+    Server,
+    Unreachable,
+    Variant,
+    fetch,
+    get_json,
+)
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.memory import free_memory
 
@@ -107,7 +114,8 @@ async def serving(
 def serve_alone(*words: str, api_key: str | None = None) -> Iterator[tuple[Server, ServerProcess]]:
     """`ropewalk serve WORDS` at a free port, perhaps not answering yet; stopped afterwards.
 
-    An interrupt or SIGTERM stops it, too. The process's `log` is there until then.
+    An interrupt or SIGTERM stops it, too. The process's `log` is there until then. Raises
+    StartFailed, with the end of the log, where the server has ended and is therefore Unreachable.
     """
     server = Server(process.HOST, process.free_port(), DIALECTS["openai"], api_key=api_key)
     command = [*PROGRAM, *words, "--host", server.host, "--port", str(server.port)]
@@ -116,7 +124,12 @@ def serve_alone(*words: str, api_key: str | None = None) -> Iterator[tuple[Serve
         tempfile.TemporaryDirectory() as folder,
         process.start("the server", command, Path(folder, "log")) as started,
     ):
-        yield server, started
+        try:
+            yield server, started
+        except Unreachable as error:
+            if started.popen.poll() is None:
+                raise
+            raise started.failed(f"ended: {error}") from None
 
 
 async def flush(server: Server) -> None:

@@ -23,7 +23,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ropewalk.load_tests.client.client import Server, encode_request, fetch, get_json
+from ropewalk.load_tests.client.client import (
+    Server,
+    Unreachable,
+    encode_request,
+    fetch,
+    get_json,
+)
 from ropewalk.load_tests.client.exchange import Answer, exchange
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.run.options import add
@@ -222,8 +228,10 @@ async def _find_rate(server: Server, new: Callable[[], Client], seconds: float) 
     return (tally.ends.total() - tally.ends["429"]) / (time.monotonic() - began)
 
 
-async def _soak(args: argparse.Namespace, server: Server, started: ServerProcess) -> list[str]:
-    """What is wrong in the end."""
+async def _soak(
+    args: argparse.Namespace, server: Server, started: ServerProcess, tally: Tally
+) -> list[str]:
+    """What is wrong in the end. Raises Unreachable, with what was wrong until then in `tally`."""
     await started.answers(server)
     models = {each["id"]: each for each in (await get_json(server, "/v1/models"))["data"]}
     source = random.Random(args.seed)
@@ -231,7 +239,7 @@ async def _soak(args: argparse.Namespace, server: Server, started: ServerProcess
     before = await _state(server)
     rate = await _find_rate(server, lambda: draw(source, models), min(max(seconds / 20, 2), 20))
     print(f"{rate:.1f} clients/s are answered; sending {args.factor:g} times as many", flush=True)
-    tally, sending = Tally(), set[asyncio.Task[None]]()
+    sending = set[asyncio.Task[None]]()
     memory: list[tuple[float, float]] = []  # seconds, MiB
     began = told = time.monotonic()
     due = began
@@ -311,10 +319,11 @@ async def _state(server: Server) -> State:
 
 
 def _rss(pid: int) -> float:
-    """MiB in memory, by Linux."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (kib,) = re.findall(r"VmRSS:\s+(\d+) kB", status)
-    return int(kib) / 1024
+    """MiB in memory, by Linux. Raises Unreachable for a process that has ended."""
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    if found is None:  # a zombie
+        raise Unreachable("its process has ended")
+    return int(found[1]) / 1024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -322,7 +331,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys = [word for key in KEYS for word in ("--api-key", key)]
     try:
         with serve_alone(*args.models, *_FLAGS, *keys, api_key=KEYS[0]) as (server, started):
-            wrong = asyncio.run(_soak(args, server, started))
+            tally = Tally()
+            try:
+                wrong = asyncio.run(_soak(args, server, started, tally))
+            except Unreachable as error:
+                wrong = [*tally.faults[:10], str(started.failed(f"does not answer: {error}"))]
             started.stop()  # its last lines are of its end
             log = started.log.read_text()
     except StartFailed as error:

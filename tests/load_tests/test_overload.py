@@ -1,5 +1,8 @@
 """The arithmetic of an overload, and one small real one."""
 
+import os
+import signal
+
 import pytest
 
 from ropewalk.load_tests.common.types import Outcome
@@ -73,6 +76,17 @@ def test_every_round_has_arrivals_of_its_own(monkeypatch, capsys):
     words = ["--seconds", "0.3", "--rounds", "2", "--max-seqs", "2"]
     main([*words, "--prompt-tokens", "16", "--output-tokens", "4"])
     assert len(set(seeds)) == 2
+
+
+def test_a_server_that_ends_under_load_has_the_last_word(monkeypatch, capsys):
+    async def kill(server, pid, *_):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        return phase()
+
+    monkeypatch.setattr(overload, "_phase", kill)
+    assert main(["--seconds", "0.3"]) == 2
+    assert "ended under load" in capsys.readouterr().err
 
 
 def test_a_small_overload_is_served_or_refused(capsys):

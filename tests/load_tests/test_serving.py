@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import complete
+from ropewalk.load_tests.client.client import Unreachable, complete
 from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.run import serving
@@ -194,6 +194,20 @@ def test_a_server_that_does_not_come_up_shows_its_last_words_and_ends_the_others
     with pytest.raises(StartFailed, match=r"(?s)^bad: .*ended at its start\n.*no such model"):
         served(tmp_path, ["bad"], ["t5:table"])
     assert not any(map(alive, pids(tmp_path)))
+
+
+def test_a_server_alone_that_ended_has_the_last_word(fake):
+    with (
+        pytest.raises(StartFailed, match=r"(?s)ended: gone\n.*no such model"),
+        serving.serve_alone("a=bad") as (_, started),
+    ):
+        started.popen.wait()
+        raise Unreachable("gone")
+
+
+def test_a_server_alone_that_runs_is_unreachable_as_it_says(fake):
+    with pytest.raises(Unreachable, match=r"^busy$"), serving.serve_alone("a=a"):
+        raise Unreachable("busy")
 
 
 def test_a_program_that_is_missing_ends_those_that_started(tmp_path, fake, monkeypatch):

@@ -1,8 +1,14 @@
 """What a soak draws and finds, and a few seconds of one."""
 
+import os
 import random
+import sys
+from contextlib import contextmanager
 from dataclasses import replace
 
+from ropewalk.load_tests.client import process
+from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.run import soak
 from ropewalk.load_tests.run.soak import State, draw, growth_mib, left_behind, main, too_much
 
 MODELS = {
@@ -47,6 +53,34 @@ def test_growth_is_counted_after_the_warm_up():
     leaking = [(at, 100.0 + at) for at in range(101)]
     assert growth_mib(leaking, 100) == 65
     assert too_much(65) and not too_much(20)
+
+
+def ended(tmp_path):
+    """A server that has ended with its last words, and is a zombie."""
+    words = [sys.executable, "-c", "print('last words')"]
+    started = process.start("the server", words, tmp_path / "log")
+    os.waitid(os.P_PID, started.popen.pid, os.WEXITED | os.WNOWAIT)
+    return started
+
+
+def test_a_server_that_ends_is_told_with_its_last_words_and_the_faults(
+    tmp_path, monkeypatch, capsys
+):
+    @contextmanager
+    def serve_alone(*_, **options):
+        with ended(tmp_path) as started:
+            yield Server(process.HOST, 1, DIALECTS["openai"]), started
+
+    async def load(args, server, started, tally):
+        tally.faults.append("a fault")
+        soak._rss(started.popen.pid)
+
+    monkeypatch.setattr(soak, "serve_alone", serve_alone)
+    monkeypatch.setattr(soak, "_soak", load)
+    assert main([]) == 1
+    fault, told, words = capsys.readouterr().out.splitlines()
+    assert (fault, words) == ("a fault", "last words")
+    assert told.endswith("does not answer: its process has ended")
 
 
 def test_a_few_seconds_of_a_soak(capsys):
