@@ -5,7 +5,7 @@
 Starts Ray with deploy/ray/ropewalk.yaml and a small bundled model, and sends the load of
 replicas.py through its proxy: under each router, and while a replica is killed, drained,
 restarted and frozen. What was measured is kept in the folder of --out, so a run that was stopped
-goes on.
+goes on with the same arguments.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from ropewalk.load_tests.run.replicas import (
     disturbed_table,
     failures,
     faults,
+    kept,
     send_all,
     send_disturbed,
     table,
@@ -154,7 +155,7 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
 
 
 class Check:
-    """Measures what the folder `out` has no file for."""
+    """Measures what the folder `out` has no file for, of that model and those sizes."""
 
     def __init__(self, cluster: Cluster, model: str, sizes: Sizes, out: Path) -> None:
         self._cluster = cluster
@@ -164,21 +165,23 @@ class Check:
 
     async def routed(self, router: str) -> Sent:
         """The load on fresh replicas."""
-        path = self._out / f"{router}.json"
-        if not path.exists():
+
+        async def measure() -> Sent:
             await self._fresh(router, router)
             title = f"two replicas, {router}"
-            (await send_all(title, self._cluster.proxy, self._sizes)).save(path)
-        return Sent.load(path)
+            return await send_all(title, self._cluster.proxy, self._sizes)
+
+        return await self._kept(router, measure)
 
     async def disturbed(self, title: str, act: Callable[[str], Awaitable[float]]) -> Sent:
         """The load while `act` is done to the replicas of the application of that name."""
-        path = self._out / f"{title}.json"
-        if not path.exists():
+
+        async def measure() -> Sent:
             await self._fresh(title, KEYED)
             done = partial(act, title)
-            (await send_disturbed(title, self._cluster.proxy, self._sizes, done)).save(path)
-        return Sent.load(path)
+            return await send_disturbed(title, self._cluster.proxy, self._sizes, done)
+
+        return await self._kept(title, measure)
 
     async def kill(self, title: str) -> float:
         """One replica's process, without warning. Ray starts another."""
@@ -203,6 +206,9 @@ class Check:
         await self._cluster.deploy(self._configuration(title, max_queue="1000"))
         return await self._cluster.running(2, without=old)
 
+    async def _kept(self, title: str, measure: Callable[[], Awaitable[Sent]]) -> Sent:
+        return await kept(self._out / f"{title}.json", self._model, self._sizes, measure)
+
     async def _fresh(self, name: str, router: str) -> None:
         old = await self._cluster.replicas()
         await self._cluster.deploy(self._configuration(name, router))
@@ -217,15 +223,16 @@ class Check:
 
 async def one_server(model: str, sizes: Sizes, out: Path) -> Sent:
     """The load on one server without Ray, which has the cache of both replicas."""
-    path = out / "one server.json"
-    if not path.exists():
+
+    async def measure() -> Sent:
         server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=60)
         words = [*PROGRAM, model, "--host", server.host, "--port", str(server.port)]
         words += ["--kv-memory", str(2 * _KV), "--kv-spill", "0", "--dtype", "float32"]
         with process.start("the server", words, out / "server.log") as started:
             await started.answers(server)
-            (await send_all("one server", server, sizes)).save(path)
-    return Sent.load(path)
+            return await send_all("one server", server, sizes)
+
+    return await kept(out / "one server.json", model, sizes, measure)
 
 
 async def measure(model: str, sizes: Sizes, out: Path) -> int:

@@ -3,8 +3,8 @@
     scripts/routers-check
 
 Sends the load of replicas.py to each, and again while a worker is killed, drained or restarted.
-What was measured is kept in the folder of --out, so a run that was stopped goes on. docs/scaling.md
-says what it means.
+What was measured is kept in the folder of --out, so a run that was stopped goes on with the same
+arguments. docs/scaling.md says what it means.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from ropewalk.load_tests.run.replicas import (
     disturbed_table,
     failures,
     faults,
+    kept,
     send_all,
     send_disturbed,
     table,
@@ -225,45 +226,47 @@ ACTS: Mapping[str, Callable[[Running], Awaitable[float | None]]] = {
 
 
 async def load(
-    stack: Stack, sizes: Sizes, out: Path, fields: Mapping[str, object] | None = None
+    stack: Stack, model: str, sizes: Sizes, out: Path, fields: Mapping[str, object] | None = None
 ) -> Sent:
     """The load on a fresh stack, unless `out` has it."""
-    path = out / f"{stack.title}.json"
-    if not path.exists():
+
+    async def measure() -> Sent:
         with ExitStack() as ended:
             await Running(stack, out, ended).start()
             server, metrics = stack.router.server, stack.metrics
-            sent = await send_all(stack.title, server, sizes, metrics, fields=fields or {})
-        sent.save(path)
-    return Sent.load(path)
+            return await send_all(stack.title, server, sizes, metrics, fields=fields or {})
+
+    return await kept(out / f"{stack.title}.json", model, sizes, measure)
 
 
-async def disturbed(stack: Stack, act: str, sizes: Sizes, out: Path) -> Sent:
+async def disturbed(stack: Stack, act: str, model: str, sizes: Sizes, out: Path) -> Sent:
     """The load on a fresh stack while a worker is `act`, unless `out` has it."""
     title = f"{act}, {stack.title}"
-    path = out / f"{title}.json"
-    if not path.exists():
+
+    async def measure() -> Sent:
         with ExitStack() as ended:
             running = Running(stack, out, ended)
             await running.start()
             done = partial(ACTS[act], running)
-            (await send_disturbed(title, stack.router.server, sizes, done)).save(path)
-    return Sent.load(path)
+            return await send_disturbed(title, stack.router.server, sizes, done)
+
+    return await kept(out / f"{title}.json", model, sizes, measure)
 
 
 async def measure(made: Made, sizes: Sizes, out: Path) -> int:
     found: list[str] = []
     for name, policies in POLICIES.items():
-        one = await load(made.one_server(name), sizes, out, FIELDS.get(name))
+        one = await load(made.one_server(name), made.model, sizes, out, FIELDS.get(name))
         routed, acts = {}, {}
         for policy in policies:
             with tempfile.TemporaryDirectory() as place:
-                routed[policy] = await load(made.stack(name, policy, place), sizes, out)
+                stack = made.stack(name, policy, place)
+                routed[policy] = await load(stack, made.model, sizes, out)
         print("\n".join(table([one, *routed.values()], one)), flush=True)
         for act in ACTS:
             with tempfile.TemporaryDirectory() as place:
                 stack = made.stack(name, policies[-1], place)
-                acts[act] = await disturbed(stack, act, sizes, out)
+                acts[act] = await disturbed(stack, act, made.model, sizes, out)
         print("\n".join(["", *disturbed_table([*acts.values()]), ""]))
         for sent in acts.values():
             print("\n".join(failures(sent)))

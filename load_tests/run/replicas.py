@@ -73,6 +73,8 @@ class Sent:
     seconds: float
     counted: tuple[float, float] | None = None  # hits and prompt tokens, by the metrics
     whole_s: float | None = None  # from what was done to the replicas until all ran again
+    sizes: Sizes | None = None  # None: its file does not say
+    model: str | None = None
 
     @property
     def good(self) -> list[Answer]:
@@ -101,7 +103,23 @@ class Sent:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Sent":
         """What `asdict` made of one."""
-        return cls(**{**fields, "answers": [Answer(**each) for each in fields["answers"]]})
+        answers = [Answer(**each) for each in fields["answers"]]
+        sizes = fields.get("sizes")
+        known = None if sizes is None else Sizes(**sizes)
+        return cls(**{**fields, "answers": answers, "sizes": known})
+
+
+async def kept(
+    path: Path, model: str, sizes: Sizes, measure: Callable[[], Awaitable[Sent]]
+) -> Sent:
+    """What `path` has of that model and those sizes, else what is measured now and kept there."""
+    if path.exists():
+        found = Sent.load(path)
+        if (found.model, found.sizes) == (model, sizes):
+            return found
+    sent = replace(await measure(), model=model, sizes=sizes)
+    sent.save(path)
+    return sent
 
 
 def requests_of(sizes: Sizes) -> list[Request]:
@@ -139,7 +157,8 @@ async def send_all(
             group.create_task(work())
     seconds = time.perf_counter() - began
     counted = _counted(before, await _snapshots(metrics)) if metrics else None
-    return Sent(title, [found[number] for number in range(len(requests))], seconds, counted)
+    answers = [found[number] for number in range(len(requests))]
+    return Sent(title, answers, seconds, counted, sizes=sizes)
 
 
 async def send_disturbed(
@@ -303,6 +322,22 @@ def server_at(url: str, timeout_s: float, model: str | None = None) -> Server:
     return Server(host, port, DIALECTS["openai"], model, timeout_s=timeout_s, idle_s=timeout_s)
 
 
+def _like(path: Path, sizes: Sizes) -> Sent:
+    """What --save wrote of the same requests. Raises ValueError."""
+    try:
+        one = Sent.load(path)
+    except OSError as error:
+        raise ValueError(f"--like {path}: {error.strerror}") from None
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise ValueError(f"--like {path} is none of the files that --save writes") from None
+    known = one.sizes or replace(sizes, requests=len(one.answers))
+    if replace(known, workers=sizes.workers) != sizes:
+        raise ValueError(
+            f"--like {path} is of other requests; repeat the counts, lengths and seed of its load"
+        )
+    return one
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -320,12 +355,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     args = parser.parse_args(argv)
     sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
+    try:
+        one = None if args.like is None else _like(args.like, sizes)
+    except ValueError as error:
+        parser.error(str(error))
     server = server_at(args.url, args.timeout, args.model)
     metrics = [server_at(url, args.timeout) for url in args.metrics]
     sent = asyncio.run(send_all(args.title or args.url, server, sizes, metrics))
     if args.save is not None:
         sent.save(args.save)
-    one = None if args.like is None else Sent.load(args.like)
     print("\n".join([*table([sent], one), *failures(sent)]))
     return 0 if len(sent.good) == len(sent.answers) else 1
 

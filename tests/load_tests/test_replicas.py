@@ -2,10 +2,12 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from ropewalk.load_tests.run import behind_ray
+from ropewalk.load_tests.client.client import Unreachable
+from ropewalk.load_tests.run import behind_ray, behind_routers
 from ropewalk.load_tests.run.replicas import (
     Answer,
     Sent,
@@ -58,6 +60,82 @@ def test_answers_are_compared_with_one_server_s(tmp_path, capsys):
     ) as other:
         main(["--url", url_of(other), *SMALL, "--like", kept, "--title", "other"])
     assert "|other|12 of 12|0|0.0%|" in capsys.readouterr().out
+
+
+def test_a_load_to_compare_with_is_looked_at_before_anything_is_sent(tmp_path, capsys):
+    kept = tmp_path / "one.json"
+    with serving(good) as running:
+        words = ["--url", url_of(running), *SMALL]
+        main([*words, "--save", str(kept)])
+        sent = len(running.bodies)
+        for more in (["--requests", "13"], ["--seed", "x"], ["--output-tokens", "3"]):
+            with pytest.raises(SystemExit, match="2"):
+                main([*words, "--like", str(kept), *more])
+            assert "is of other requests; repeat" in capsys.readouterr().err
+        for text, reason in ((None, "No such file"), ("[]", "none of the files that --save")):
+            kept.unlink() if text is None else kept.write_text(text)
+            with pytest.raises(SystemExit, match="2"):
+                main([*words, "--like", str(kept)])
+            assert reason in capsys.readouterr().err
+        assert len(running.bodies) == sent
+
+
+def test_what_was_measured_is_kept_for_the_same_model_and_sizes(tmp_path, monkeypatch):
+    titles = []
+
+    class Running:
+        def __init__(self, *_):
+            pass
+
+        async def start(self):
+            pass
+
+    async def send_all(title, server, sizes, metrics, fields):
+        titles.append(sizes.requests)
+        return sent(title=title)
+
+    monkeypatch.setattr(behind_routers, "Running", Running)
+    monkeypatch.setattr(behind_routers, "send_all", send_all)
+    router = behind_routers.Command("router", (), server_at("http://h:1", 5.0))
+    stack = behind_routers.Stack("a stack", router)
+
+    def load(model, requests):
+        sizes = Sizes(requests=requests)
+        return asyncio.run(behind_routers.load(stack, model, sizes, tmp_path))
+
+    assert load("m", 10) == load("m", 10)
+    assert titles == [10]
+    assert load("m", 20).sizes.requests == 20
+    assert load("other", 20).model == "other"
+    assert titles == [10, 20, 20]
+
+
+def test_behind_ray_it_is_kept_likewise(tmp_path, monkeypatch):
+    titles = []
+
+    async def fresh(check, name, router):
+        titles.append(name)
+
+    async def send_all(title, server, sizes):
+        return sent(title=title)
+
+    monkeypatch.setattr(behind_ray.Check, "_fresh", fresh)
+    monkeypatch.setattr(behind_ray, "send_all", send_all)
+    for model in ("m", "m", "other"):
+        check = behind_ray.Check(SimpleNamespace(proxy=None), model, Sizes(), tmp_path)
+        asyncio.run(check.routed("round robin"))
+    assert titles == ["round robin"] * 2
+
+
+def test_routers_that_do_not_answer_are_told_in_a_sentence(tmp_path, monkeypatch, capsys):
+    async def measure(*_):
+        raise Unreachable("http://h:1/metrics: cannot connect")
+
+    monkeypatch.setattr(behind_routers, "measure", measure)
+    monkeypatch.setattr(behind_routers.subprocess, "run", lambda *_, **options: None)
+    assert behind_routers.main(["--out", str(tmp_path)]) == 2
+    told = f"http://h:1/metrics: cannot connect; {tmp_path} has the logs\n"
+    assert capsys.readouterr().err == told
 
 
 def test_hits_are_those_of_the_replicas_metrics_where_they_are_named(capsys):
