@@ -90,6 +90,8 @@ async def _measure(
         progress.note(f"{len(beside)} small requests beside {args.prompts} prompts")
     await answered
     progress.clear()
+    if not beside:
+        raise Unreachable("the list was answered before a small request; ask for more --prompts")
     return alone, beside[:-1] or beside  # the last may have ended after the list
 
 
