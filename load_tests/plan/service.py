@@ -193,7 +193,8 @@ async def _busy(
     driven = await drive(Plan(tuple(requests), None), profile, "", send)
     cached = fmean(outcome.cached_tokens or 0 for outcome in driven.outcomes)
     seconds = driven.steady_to - driven.steady_from
-    return length - round(cached), seconds / (len(requests) - workers)
+    first_wave = workers if workers > 1 else 0  # not in the steady window
+    return length - round(cached), seconds / (len(requests) - first_wave)
 
 
 async def _ask(server: Server, request: Request) -> Outcome:

@@ -18,6 +18,8 @@ from ropewalk.load_tests.plan.routing import ConsistentHash, LeastLoaded, RoundR
 from ropewalk.load_tests.plan.service import Service
 from ropewalk.load_tests.plan.simulate import Answered, simulate
 from ropewalk.load_tests.plan.traffic import Call, Traffic, requests_of
+from ropewalk.load_tests.workload.arrivals import Driven
+from ropewalk.load_tests.workload.prompts import PromptMaker
 
 # One request at a time, a microsecond for each token of its prompt, and nothing else.
 QUEUE = Service(((1, 0.0),), 1e-6, 0.0, 0.0, 0.0, 10**9, 16, max_seqs=1, max_step_tokens=10**9)
@@ -261,6 +263,23 @@ def test_a_server_is_measured(monkeypatch):
     assert [seconds for _, seconds in found.steps] == pytest.approx([0.01] * len(found.steps))
     assert (found.blocks, found.block_size) == (10, 16)
     assert {length for _, length in served.asked} == {20, 80, 160, 320}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_requests_of_the_window_share_its_time(workers, monkeypatch):
+    """Each takes a second of its worker's."""
+
+    async def drive(plan, profile, seed, send):
+        begun = [at // workers for at in range(len(plan.requests))]
+        outcomes = tuple(Outcome(each, each, each + 1.0, cached_tokens=0) for each in begun)
+        return Driven(outcomes, 1.0 if workers > 1 else 0.0, len(plan.requests) / workers)
+
+    Served(monkeypatch, STEPS)
+    monkeypatch.setattr(service, "drive", drive)
+    server = Server("127.0.0.1", 1, DIALECTS["openai"], "m")
+    traffic, maker = Traffic(concurrency=workers), PromptMaker("s", "ids")
+    _, seconds = asyncio.run(service._busy(server, maker, traffic, alike=False))
+    assert seconds == pytest.approx(1 / workers)
 
 
 def test_a_trace_is_sent_where_the_policy_says(monkeypatch):
