@@ -43,6 +43,8 @@ def difference(samples: Sequence[Floats], metric: str) -> Difference:
     Or, from two samples of logarithms that share no blocks, the ratio of the second to the first.
     """
     rounds = min(len(sample) for sample in samples)
+    if rounds == 0:
+        return unknown("no round has this figure")
     if rounds < MIN_ROUNDS:
         need = f"an interval needs {MIN_ROUNDS}: raise --runs"
         return unknown(f"{rounds} rounds have this figure, but {need}")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ropewalk.load_tests.common.types import Result
+from ropewalk.load_tests.common.types import Profile, Result
 from ropewalk.load_tests.report.cells import Cell, cells
 from ropewalk.load_tests.report.charts import Mark, Series, dots, lines, plain
 from ropewalk.load_tests.report.formatting import digits, interval, number, signed, unit
@@ -89,14 +89,31 @@ def context_axes(subject: Subject) -> list[Axis]:
 
 
 def load_axes(subject: Subject) -> list[Axis]:
-    """Axes of all other cells, one for each point and kind of load."""
+    """Axes of all other cells, one for each point and kind of load.
+
+    Arrivals of another burstiness are another kind: at one rate they are another load.
+    """
     taken = [cell for axis in context_axes(subject) for cell in axis.cells]
-    found: dict[tuple[str, Literal["rate", "concurrency"]], list[Cell]] = {}
+    found: dict[tuple[str, str], list[Cell]] = {}
     for cell in subject.cells:
         if cell not in taken:
-            by: Literal["rate", "concurrency"] = "rate" if cell.profile.open_loop else "concurrency"
-            found.setdefault((cell.point.label, by), []).append(cell)
-    return [Axis(name, by, own) for (name, by), own in found.items()]
+            found.setdefault((cell.point.label, _arrivals(cell.profile)), []).append(cell)
+    open_loops = [label for label, arrivals in found if arrivals]
+    return [
+        Axis(
+            f"{label} {arrivals}" if open_loops.count(label) > 1 and arrivals else label,
+            "rate" if arrivals else "concurrency",
+            own,
+        )
+        for (label, arrivals), own in found.items()
+    ]
+
+
+def _arrivals(profile: Profile) -> str:
+    """Of an open loop, all of its label but the rate; "" of a closed one."""
+    if profile.kind == "gamma":
+        return f"gamma of burstiness {profile.burstiness:g}"
+    return profile.kind if profile.open_loop else ""
 
 
 def shown(metric: str, found: Estimate | None) -> str:

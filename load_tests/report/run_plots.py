@@ -27,6 +27,7 @@ def client_plots(subject: Subject) -> Iterator[Section]:
         variant: sum(len(run.outcomes) for run in _runs(subject, variant))
         for variant in subject.variants
     }
+    left = sum(outcome.left for run in subject.result.runs for outcome in run.outcomes)
     failed = {variant: _reasons(_runs(subject, variant)) for variant in subject.variants}
     if any(failed.values()):
         counts = {variant: reasons.total() for variant, reasons in failed.items()}
@@ -47,7 +48,7 @@ def client_plots(subject: Subject) -> Iterator[Section]:
     yield Section(
         key="client",
         title="The client: lag and failures",
-        findings=(_health(known, failed, sum(sent.values())),),
+        findings=(_health(known, failed, sum(sent.values()), left),),
         pictures=tuple(charts),
         table=table,
         note=(
@@ -124,10 +125,14 @@ def _reasons(runs: Sequence[Run]) -> Counter[str]:
     )
 
 
-def _health(lags: Mapping[str, Estimate], failed: dict[str, Counter[str]], sent: int) -> str:
+def _health(
+    lags: Mapping[str, Estimate], failed: dict[str, Counter[str]], sent: int, left: int
+) -> str:
     worst = max(lags, key=lambda variant: lags[variant].high)
     late = f"The client was at most {digits(lags[worst].high)} ms late (p99, {worst})."
     reasons: Counter[str] = sum(failed.values(), Counter())
+    if not reasons and left:
+        return f"{sent - left:,} requests were answered in full, {left:,} left as planned. {late}"
     if not reasons:
         return f"All {sent:,} requests were answered in full. {late}"
     (reason, times), *_ = reasons.most_common(1)

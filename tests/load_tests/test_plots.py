@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ropewalk.load_tests.common.types import Point, Profile, Result
-from ropewalk.load_tests.report.plot import context_axes, measured, relative, subject
+from ropewalk.load_tests.report.plot import context_axes, load_axes, measured, relative, subject
 from ropewalk.load_tests.report.plots import plots
 from ropewalk.report.page import Section
 from ropewalk.report.svg import svg
@@ -148,6 +148,31 @@ def test_several_rates_give_curves_and_throughput_against_latency():
     assert found["chat-rate-throughput"].findings[0].startswith("Under chat, poisson:4, t5")
 
 
+def test_arrivals_of_another_burstiness_are_another_curve():
+    bursts = [Profile("gamma", rate=rate, burstiness=0.25) for rate in (1, 2, 4)]
+    sync, closed = Profile("sync"), Profile("closed", concurrency=4)
+    whole = result(SIX, [CHAT], [sync, closed, *RATES, *bursts])
+    axes = {(axis.name, axis.by): axis for axis in load_axes(subject(whole))}
+    assert list(axes) == [
+        ("chat", "concurrency"),
+        ("chat poisson", "rate"),
+        ("chat gamma of burstiness 0.25", "rate"),
+    ]
+    assert [[axis.x(cell) for cell in axis.cells] for axis in axes.values()] == [
+        [1, 4], [1, 2, 4], [1, 2, 4],
+    ]  # fmt: skip
+    assert {"chat-poisson-rate", "chat-gamma-of-burstiness-0.25-rate"} <= set(by_key(whole))
+
+
+def test_those_who_left_were_not_answered_in_full():
+    whole = result({"nope": 1, "rope": 1}, [CHAT])
+    first = whole.runs[0]
+    outcomes = (replace(first.outcomes[0], left=True), *first.outcomes[1:])
+    whole = replace(whole, runs=(replace(first, outcomes=outcomes), *whole.runs[1:]))
+    (said,) = by_key(whole)["client"].findings
+    assert said.startswith("31 requests were answered in full, 1 left as planned.")
+
+
 def test_one_load_gives_a_dot_for_each_variant():
     plot = by_key(result(SIX, [CHAT]))["chat-concurrency"]
     assert {chart.key for chart in plot.pictures} == {"dots"}
@@ -194,7 +219,7 @@ def test_goodput_over_several_loads_is_a_curve():
 def test_a_variant_that_served_nothing_is_left_out_and_reported():
     found = by_key("a variant failed")
     assert (
-        "; t5 cannot be compared with nope: 0 rounds have this figure"
+        "; t5 cannot be compared with nope: no round has this figure."
         in found["longctx"].findings[0]
     )
     assert not any("t5" in svg(chart, "c") for chart in found["longctx"].pictures)
