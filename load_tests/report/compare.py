@@ -28,6 +28,12 @@ from ropewalk.report.statistics import Estimate, Floats
 
 _SHOWN = ("ttft_p50", "tpot_p50", "output_tokens_per_s")
 _SAME = ("processor", "cores")  # of the environment
+# Arguments that make another test, but for those that labels of points and variants show.
+_ALIKE = (
+    *("serve", "context", "dialect", "ignore_eos", "prompt_form", "prompt_tokens"),
+    *("output_tokens", "prefill_tokens", "prefix_tokens", "prefixes", "requests_per_prefix"),
+    *("requests_per_worker", "arrivals"),
+)
 _CONDITION = re.compile(r"(?P<metric>\w+)\s*(?P<side>>\s*\+|<\s*-)\s*(?P<number>\d+(\.\d+)?)\s*%")
 
 _DESCRIPTION = """\
@@ -51,8 +57,9 @@ examples:
   ropewalk bench compare a.json b.json --fail-on 'output_tokens_per_s<-5%' --plain
 
 Exit status: 0 when no condition holds, 1 when one does, 2 when a variant in a
-condition allows no conclusion, is missing in the second result or fails more
-often there, or a file cannot be used.
+condition allows no conclusion, is missing in the second result, fails more
+often there or serves nothing, when the results are of tests with different
+arguments, or a file cannot be used.
 """
 
 
@@ -150,9 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         *_left_out("first", before, after, [label for label in old if label not in new]),
         *_left_out("second", after, before, [label for label in new if label not in old]),
         *_machines(before, after),
+        *(f"The results are of different tests: {each}." for each in _others(before, after)),
     ):
         print(note)
-    return _conclude(rows, list(_doubts(old, new)), conditions)
+    doubts = [f"tests with {each}" for each in _others(before, after)]
+    return _conclude(rows, [*doubts, *_doubts(old, new)], conditions)
 
 
 def _by_label(result: Result) -> dict[str, Cell]:
@@ -246,6 +255,20 @@ def _machines(before: Result, after: Result) -> Iterator[str]:
             yield f"Different {name}: {old} and {new}; the results come from different machines."
 
 
+def _others(before: Result, after: Result) -> Iterator[str]:
+    """Arguments that differ, of those that both have: `--prompt-tokens 128 and 256`."""
+    for name in _ALIKE:
+        if name in before.arguments and name in after.arguments:
+            old, new = before.arguments[name], after.arguments[name]
+            # The path of a shape is an address: the same file may lie elsewhere.
+            if old != new and not (_is_path(old) and _is_path(new)):
+                yield f"--{name.replace('_', '-')} {old} and {new}"
+
+
+def _is_path(serve: object) -> bool:
+    return isinstance(serve, str) and serve.endswith(".json")
+
+
 def _doubts(old: Mapping[str, Cell], new: Mapping[str, Cell]) -> Iterator[str]:
     """What of the first result the second lacks, or has only of the requests that survived."""
     for label, before in old.items():
@@ -253,6 +276,8 @@ def _doubts(old: Mapping[str, Cell], new: Mapping[str, Cell]) -> Iterator[str]:
             after = new[label].runs.get(variant) if label in new else None
             if after is None:
                 yield f"{label} {variant}, which the second result lacks"
+            elif _failed(after) == 1:
+                yield f"{label} {variant}, of which the second result served nothing"
             elif _failed(after) > _failed(runs):
                 yield f"{label} {variant}, which fails more often in the second result"
 

@@ -106,6 +106,39 @@ def test_a_variant_that_fails_never_passes(compare):
     assert "40 requests of t5 failed in the second result." in text
 
 
+def test_a_variant_that_fails_in_both_results_never_passes(compare):
+    both = failed(BEFORE, "t5", "status 500")
+    status, text = compare(both, "--fail-on", "tpot_p50>+10%", before=both)
+    assert status == 2
+    assert "longctx 512 sync t5, of which the second result served nothing" in text
+
+
+def with_arguments(**arguments):
+    return replace(BEFORE, arguments=BEFORE.arguments | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "others", "told"),
+    [
+        ({"prompt_tokens": 128}, {"prompt_tokens": 256}, "--prompt-tokens 128 and 256"),
+        ({"ignore_eos": True}, {"ignore_eos": False}, "--ignore-eos True and False"),
+        ({"serve": "shape:small"}, {"serve": "family"}, "--serve shape:small and family"),
+        ({"serve": "shape:a/config.json"}, {"serve": "shape:b/config.json"}, None),
+        ({"base_url": ["http://a:1"]}, {"base_url": ["http://b:2"]}, None),
+        ({"prompt_tokens": 128}, {}, None),  # a file of before
+    ],
+)
+def test_results_of_different_tests_never_pass(compare, arguments, others, told):
+    one, other = with_arguments(**arguments), with_arguments(**others)
+    status, text = compare(other, "--fail-on", "tpot_p99>+10%", before=one)
+    assert status == (2 if told else 0)
+    assert ("The results are of different tests" in text) == bool(told)
+    if told:
+        assert f"of different tests: {told}.\n" in text
+        assert f"nothing can be concluded about tests with {told}\n" in text
+        assert compare(other, before=one)[0] == 0  # no condition was given
+
+
 def test_what_the_second_result_lacks_never_passes(compare):
     fewer = result({"nope": 1.0, "rope": 1.05}, POINTS, rounds=5)
     status, text = compare(fewer, "--fail-on", "tpot_p99>+10%")
