@@ -12,8 +12,8 @@ The modules, in the order of a load test (an arrow: uses):
     serving → process, memory           what is compared, if the benchmark starts it
     facts, environment                  what servers and the machine report about themselves
     loads → workloads, profiles         which requests are sent, and when
-    workloads → prompts, conversation, hits
-    runner → arrivals                   rounds, runs, and the requests of one run
+    workloads → prompts, conversation
+    runner → arrivals, hits             rounds, runs, and the requests of one run
     client → exchange → http1           one request and its stream
     scrape                              what the server counted during a run
     result                              result.json
@@ -91,16 +91,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one run, the same for every variant, and the expected hits of the prefix
-    cache.
-
-    `cached_tokens` is how many prompt tokens a cache that was empty before the run serves, at
-    least and at most, as explained in hits.py. None if that cannot be known: the prompts are text,
-    or the servers do not report their block size.
-    """
+    """The requests of one run, the same for every variant."""
 
     requests: tuple[Request, ...]
-    cached_tokens: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ async def dispatch(
             loads[replica] -= 1
 
     began = time.perf_counter()
-    driven = await drive(Plan(tuple(requests), None), profile, seed, send)
+    driven = await drive(Plan(tuple(requests)), profile, seed, send)
     for outcome in driven.outcomes:
         if outcome.error is not None:
             raise Unreachable(f"a request failed: {outcome.error}")

@@ -190,7 +190,7 @@ async def _busy(
         return await _ask(server, request)
 
     profile = Profile("closed", concurrency=workers)
-    driven = await drive(Plan(tuple(requests), None), profile, "", send)
+    driven = await drive(Plan(tuple(requests)), profile, "", send)
     cached = fmean(outcome.cached_tokens or 0 for outcome in driven.outcomes)
     seconds = driven.steady_to - driven.steady_from
     first_wave = workers if workers > 1 else 0  # not in the steady window

@@ -131,7 +131,8 @@ async def _measure(args: argparse.Namespace, measured: Measured, progress: Progr
         servers = {variant.server.url: variant.server for variant in variants}
         measured.environment = await environment(servers.values())
         sizes = sizes_within(sizes, facts.values())
-        runner = Runner(prompts_for(args, facts.values()), sizes, args.seed, progress)
+        blocks = {label: each.block_size for label, each in facts.items()}
+        runner = Runner(prompts_for(args, facts.values()), sizes, args.seed, progress, blocks)
         measured.warnings = runner.warnings
         await runner.warm_up(variants)
         contexts = {label: each.context for label, each in facts.items()}
@@ -153,7 +154,6 @@ def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
         sizes,
         context=max(contexts, default=sizes.context),
         trained_context=least(each.trained_context for each in facts) or sizes.trained_context,
-        block_size=least(each.block_size for each in facts),
     )
 
 

@@ -147,7 +147,7 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
         ) -> Phase:
             plan = [_request(prompts, args, sizes) for _ in range(requests)]
             pid, seed = started.popen.pid, f"overload/{number}"
-            phase = await _phase(server, pid, Plan(tuple(plan), None), profile, seed)
+            phase = await _phase(server, pid, Plan(tuple(plan)), profile, seed)
             if started.popen.poll() is not None:
                 raise started.failed("ended under load")
             return phase

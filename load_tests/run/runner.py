@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from types import MappingProxyType
 
 from ropewalk.load_tests.client import scrape
 from ropewalk.load_tests.client.client import Server, Unreachable, Variant, complete
@@ -14,6 +15,7 @@ from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Outcome, Plan, Point, Request, Run, ServerView
 from ropewalk.load_tests.run.serving import flush
 from ropewalk.load_tests.workload.arrivals import drive
+from ropewalk.load_tests.workload.hits import cached_tokens
 from ropewalk.load_tests.workload.loads import Load
 from ropewalk.load_tests.workload.prompts import PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes
@@ -34,6 +36,7 @@ class NoSuccess(Exception):
 class Runner:
     """Measures variants whose servers answer. `new_prompts` makes a source of prompts from a seed.
 
+    `block_sizes` are those of the variants' caches; of an unknown one no hits are predicted.
     `warnings` gathers what makes the figures doubtful, one sentence each.
     """
 
@@ -43,12 +46,14 @@ class Runner:
         sizes: Sizes,
         seed: str,
         progress: Progress,
+        block_sizes: Mapping[str, int | None] = MappingProxyType({}),
     ) -> None:
         self.warnings: list[str] = []
         self._new_prompts = new_prompts
         self._sizes = sizes
         self._seed = seed
         self._progress = progress
+        self._block_sizes = block_sizes
         self._unflushed: set[str] = set()
         self._refused: set[tuple[str, Point]] = set()
 
@@ -155,7 +160,9 @@ class Runner:
         seed = f"{self._seed}/{round}/{load.label}"
         async with _watching(_impatient(variant.server)) as watched:
             driven = await drive(plan, load.profile, seed, send)
-        self._check_hits(f"{variant.label}, {load.label}", plan, driven.outcomes)
+        if (block_size := self._block_sizes.get(variant.label)) is not None:
+            expected = cached_tokens(plan.requests, load.profile, block_size)
+            self._check_hits(f"{variant.label}, {load.label}", expected, driven.outcomes)
         return Run(
             variant=variant.label,
             point=load.point,
@@ -183,18 +190,20 @@ class Runner:
                 )
             self._unflushed.add(variant.label)
 
-    def _check_hits(self, where: str, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+    def _check_hits(
+        self, where: str, expected: tuple[int, int] | None, outcomes: Sequence[Outcome]
+    ) -> None:
         """Warn of unexpected hits, if every request was served and the server reports its hits."""
         said = [
             o.cached_tokens for o in outcomes if o.error is None and o.cached_tokens is not None
         ]
-        if plan.cached_tokens is None or len(said) < len(outcomes):
+        if expected is None or len(said) < len(outcomes):
             return
-        low, high = plan.cached_tokens
+        low, high = expected
         if not low <= sum(said) <= high:
-            expected = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            told = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             self.warn(
-                f"{where}: the prefix cache had {sum(said):,} prompt tokens, but {expected} were "
+                f"{where}: the prefix cache had {sum(said):,} prompt tokens, but {told} were "
                 "expected; something else used it, or it was too small."
             )
 

@@ -91,7 +91,7 @@ async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Spee
     server = Server("127.0.0.1", port, DIALECTS["openai"], "stub")
     arrivals = rate / _OUTPUT_TOKENS
     request = Request(tuple(range(_PROMPT_TOKENS)), _PROMPT_TOKENS, _OUTPUT_TOKENS)
-    plan = Plan((request,) * round(arrivals * seconds), None)
+    plan = Plan((request,) * round(arrivals * seconds))
 
     async def send(request: Request, intended: float) -> Outcome:
         return await complete(server, request, intended)

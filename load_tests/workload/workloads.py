@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ropewalk.load_tests.common.types import Plan, Point, Profile, Request
 from ropewalk.load_tests.workload.conversation import conversation
-from ropewalk.load_tests.workload.hits import cached_tokens
 from ropewalk.load_tests.workload.prompts import PromptMaker, read_prompts
 
 SUFFIX_TOKENS = 32  # of shared-prefix, after the prefix
@@ -29,7 +28,7 @@ _EIGHT = Profile("closed", concurrency=8)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens and counts that a user may change, and three numbers that the servers report."""
+    """Tokens and counts that a user may change, and two numbers that the servers report."""
 
     prompt_tokens: int = 128  # of stream and cancel; median of chat's first turn
     output_tokens: int = 128  # of stream, cancel and files; median of chat
@@ -42,7 +41,6 @@ class Sizes:
     arrivals: int = 32  # of open loops
     context: int = 2048  # the largest `max_model_len` of the variants
     trained_context: int = 2048  # the smallest of the variants
-    block_size: int | None = 16  # of their caches; None if unknown: then no hits are predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +83,7 @@ class Workload:
 
     def plan(self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Plan:
         """New requests for one run. Raises ValueError when sizes leave no room for them."""
-        requests = tuple(self.requests(Draft(point, profile, prompts, sizes)))
-        if sizes.block_size is None:
-            return Plan(requests, None)
-        return Plan(requests, cached_tokens(requests, profile, sizes.block_size))
+        return Plan(tuple(self.requests(Draft(point, profile, prompts, sizes))))
 
 
 def workload_from(text: str) -> Workload:

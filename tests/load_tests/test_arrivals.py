@@ -12,7 +12,7 @@ POISSON = Profile("poisson", rate=200.0)
 
 
 def plan(count: int) -> Plan:
-    return Plan(tuple(Request((index,), 1, 1) for index in range(count)), (0, 0))
+    return Plan(tuple(Request((index,), 1, 1) for index in range(count)))
 
 
 def number(request: Request) -> int:

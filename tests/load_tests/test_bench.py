@@ -217,9 +217,9 @@ def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monke
 
 
 def test_a_context_is_outgrown_where_it_is_largest_and_all_else_fits_the_smallest():
-    facts = [Facts(512, 512, block_size=16), Facts(2048, 1024), Facts()]
+    facts = [Facts(512, 512), Facts(2048, 1024), Facts()]
     sizes = sizes_within(Sizes(), facts)
-    assert (sizes.context, sizes.trained_context, sizes.block_size) == (2048, 512, 16)
+    assert (sizes.context, sizes.trained_context) == (2048, 512)
     assert sizes_within(Sizes(), [Facts()]).context == Sizes().context
 
 

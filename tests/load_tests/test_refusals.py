@@ -13,7 +13,7 @@ SHIFT = {"overflow": "shift"}
 def asked(request, *, context, answer=good):
     with serving(answer) as running:
         server = Server("127.0.0.1", running.port, DIALECTS["openai"], "tiny")
-        reason = asyncio.run(why_not(server, context, Plan((request,), None)))
+        reason = asyncio.run(why_not(server, context, Plan((request,))))
     return reason, running.bodies
 
 

@@ -1,5 +1,6 @@
 import asyncio
 import io
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -14,6 +15,7 @@ from ropewalk.load_tests.workload.prompts import PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes, workload_from
 from tests.load_tests.sse_server import event, good, serving, stream, text_event, usage_event, whole
 
+BLOCKS = {"a": 16, "b": 64, "c": None}
 SIZES = Sizes(prompt_tokens=40, output_tokens=3, requests_per_worker=2, arrivals=5)
 FLUSH = "/v1/cache/flush"
 
@@ -56,7 +58,7 @@ def runner_at(answer, *labels: str):
         variants = [Variant(label, Server(server.host, server.port, server.dialect, label), label)
                 for label in labels]  # fmt: skip
         runner = Runner(
-            lambda seed: PromptMaker(seed, "ids"), SIZES, "seed", Progress(io.StringIO())
+            lambda seed: PromptMaker(seed, "ids"), SIZES, "seed", Progress(io.StringIO()), BLOCKS
         )
         yield runner, variants
 
@@ -124,6 +126,30 @@ def test_a_server_that_cannot_flush_is_asked_once_and_named():
     (warning,) = runner.warnings
     assert "prefix cache of a was not emptied" in warning
     assert "404" in warning
+
+
+@pytest.mark.parametrize(("prefix", "found", "warned"), [(32, 32, ["b"]), (70, 64, [])])
+def test_hits_are_expected_by_each_variants_own_blocks(prefix, found, warned, tmp_path):
+    """Of two prompts that begin alike; a variant whose blocks are unknown is not judged."""
+    prompts = [[*range(prefix), 900 + last, 901] for last in range(2)]
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
+    each = workload_from(f"file:{path}")
+    alike = Load(each, each.points(SIZES)[0], Profile("sync"))
+    asked = []
+
+    def answer(path, body):
+        if path != "/v1/completions":
+            return whole("200 OK", {}) if path.startswith(FLUSH) else good(path, body)
+        asked.append(body["model"])
+        count = body["max_tokens"]
+        hit = found if asked.count(body["model"]) == 2 else 0
+        usage = usage_event(len(body["prompt"]), count, hit)
+        return stream([*(text_event("x") for _ in range(count)), usage, event("[DONE]")])
+
+    with runner_at(answer, "a", "b", "c") as (runner, variants):
+        measure(runner, variants, [alike], 1)
+    assert [warning.partition(",")[0] for warning in runner.warnings] == warned
 
 
 def test_hits_that_theory_does_not_have_are_a_warning():

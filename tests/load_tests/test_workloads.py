@@ -160,10 +160,6 @@ def test_a_fifth_of_the_clients_leave_before_the_end():
     assert len(set(leaving)) > 10
 
 
-def test_without_a_block_size_there_is_no_theory():
-    assert plan("chat", sizes=Sizes(block_size=None)).cached_tokens is None
-
-
 def test_names_and_what_is_none():
     assert workload_from("chat") is WORKLOADS["chat"]
     assert all(workload.name == name for name, workload in WORKLOADS.items())
@@ -187,7 +183,6 @@ def test_a_file_says_what_is_sent(tmp_path):
         ("Ropes and 歩", None, 128),
         ((5, 6, 7), 3, 9),
     ]
-    assert made.cached_tokens is None
 
 
 @pytest.mark.parametrize(
