@@ -13,6 +13,7 @@ from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.training.recipe import ENCODINGS, code_digest
+from ropewalk.model.family.training.train import LOG
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.loading.checkpoints import (
     Checkpoint,
@@ -23,7 +24,6 @@ from ropewalk.model.loading.checkpoints import (
 from ropewalk.model.tokenizers.loading import vocabulary_file
 
 PREFIX = "ropewalk-"
-LOG = "log.jsonl"
 _NAME = re.compile(rf"(?:{PREFIX})?(?P<label>.+?)(?:\.seed(?P<seed>\d+))?")
 DIGESTED = ("config.json", "model.safetensors")  # and the vocabulary
 
@@ -58,7 +58,9 @@ def _member(run: Path, checkpoint: Path) -> Member:
     found = _NAME.fullmatch(run.name)
     assert found is not None, "every name matches"
     seed = int(found["seed"]) if found["seed"] else None
-    return Member(run.name, found["label"], seed, checkpoint, run / LOG)
+    beside = checkpoint / LOG  # the run's may be that of a longer training, not finished
+    log = beside if beside.exists() else run / LOG
+    return Member(run.name, found["label"], seed, checkpoint, log)
 
 
 def _place(member: Member) -> tuple[int, str, int]:

@@ -14,6 +14,7 @@ from ropewalk.model.encodings.base import create
 from ropewalk.model.family.files import put, replacing
 from ropewalk.model.family.training.dense import DenseAttention
 from ropewalk.model.family.training.losses import later_half
+from ropewalk.model.family.training.train import LOG
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.loading.checkpoints import load_program, open_checkpoint
 from ropewalk.model.weights.quantize import rounded_rows
@@ -25,7 +26,8 @@ COST_WINDOWS = 64  # of held-out text, to measure what packing costs
 def pack(folder: Path, target: Path) -> None:
     """Write a packed copy of a checkpoint folder, replacing `target`. Raises OSError.
 
-    Files that the folder above `target` holds, as the family's tokenizer, are left out.
+    Files that the folder above `target` holds, as the family's tokenizer, are left out, and so is
+    the training's log.
     """
     scratch = target.parent / ".partial"  # outside the folders searched for models
     made = scratch / target.name
@@ -36,7 +38,8 @@ def pack(folder: Path, target: Path) -> None:
             save_file(_packed(folder), partial, metadata={"format": "pt"})
         for file in folder.iterdir():
             above = target.parent / file.name
-            if file.name != SINGLE and not (above.is_file() and cmp(above, file, shallow=False)):
+            is_above = above.is_file() and cmp(above, file, shallow=False)
+            if file.name not in (SINGLE, LOG) and not is_above:
                 shutil.copyfile(file, made / file.name)
         (made / SINGLE).chmod(stat.S_IMODE((made / "config.json").stat().st_mode))
         put(made, target)

@@ -4,7 +4,7 @@ RUN/checkpoint.safetensors   the latest state
 RUN/stable.safetensors       the state before the rate fell, from which longer runs continue
 RUN/log.jsonl                one line per step, with the held-out loss now and then
 RUN/tokenizer.model          the tokenizer of the tokens
-RUN/model/                   the finished checkpoint, for `ropewalk serve`
+RUN/model/                   the finished checkpoint, for `ropewalk serve`, and its log
 """
 
 import json
@@ -33,6 +33,7 @@ from ropewalk.model.family.training.recipe import Recipe, code_digest, new_decod
 from ropewalk.model.loading.save import save_checkpoint
 
 MATRIX_PARTS = {"attention.qkv.weight": 3, "mlp.gate_up.weight": 2}  # matrices stored as one
+LOG = "log.jsonl"
 HELD_OUT_WINDOWS = 64  # evaluated during training; `evaluate` uses all
 Report = Callable[[int, float], None]  # tokens since the last report, loss
 
@@ -98,7 +99,7 @@ class Training:
         """Up to the last step, or step `until`. Raises FamilyError when the loss is not finite."""
         last = self._recipe.steps if until is None else min(until, self._recipe.steps)
         saved = time.monotonic()
-        with (self._run / "log.jsonl").open("a", encoding="utf-8") as log:
+        with (self._run / LOG).open("a", encoding="utf-8") as log:
             while self.step < last:
                 if self.step == self._recipe.stable_steps:
                     log.flush()  # a state's log lines must be on disk before it
@@ -132,6 +133,8 @@ class Training:
             made,
             tokenizer=[tokenizer],
         )
+        # A longer training drops lines from the run's own log.
+        shutil.copyfile(self._run / LOG, made / LOG)
         put(made, folder)
         return folder
 
@@ -217,7 +220,14 @@ class Training:
                     f"{self._run} was begun for more tokens, and this shorter run would replace "
                     "it; move it away to start over"
                 )
-        _keep_lines(self._run / "log.jsonl", self.step)
+        lines = _lines(self._run / LOG)
+        if self.step == self._recipe.steps:
+            # A longer training that was begun since may have dropped lines; the model has them.
+            finished = _lines(self._run / "model" / LOG)
+            lines = finished if len(finished) == self.step else lines
+        text = "".join(f"{line}\n" for line in lines[: self.step])  # none later than the state
+        with replacing(self._run / LOG) as partial:
+            partial.write_text(text, encoding="utf-8")
 
     @torch.no_grad()
     def _take(self, state: State) -> None:
@@ -253,8 +263,5 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _keep_lines(log: Path, steps: int) -> None:
-    """Drop log lines later than the state that training resumes from."""
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    with replacing(log) as partial:
-        partial.write_text("".join(f"{line}\n" for line in lines[:steps]), encoding="utf-8")
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8").splitlines() if log.exists() else []

@@ -34,6 +34,11 @@ def test_a_packed_model_is_small_and_costs_little(folders) -> None:
     assert cost != 0 and abs(cost) < 0.01
 
 
+def test_a_packed_model_comes_without_the_log_of_its_training(folders) -> None:
+    left_out = {path.name for path in folders[0].iterdir()} - {p.name for p in folders[1].iterdir()}
+    assert left_out == {"log.jsonl"}
+
+
 def test_whose_packed_weights_they_are(folders, tmp_path) -> None:
     trained, packed = folders
     assert is_packed(trained, packed)

@@ -118,6 +118,20 @@ def test_more_tokens_go_on_from_before_the_decay(tmp_path) -> None:
     assert [line["step"] for line in log(tmp_path / "twice")] == list(range(1, 17))
 
 
+def test_a_longer_training_leaves_a_finished_model_its_log(tmp_path) -> None:
+    """One that was cut off before it saved anything, here after the second of its own steps."""
+    train(tmp_path).finish()
+    lines = log(tmp_path)
+    more = replace(RECIPE, tokens=20 * 2 * 32)
+    longer = Training(small("rope"), more, CORPUS, tmp_path, CPU)
+    assert longer.step == SHORT.stable_steps
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write("".join(json.dumps(longer._one_step()) + "\n" for _ in range(2)))
+    assert log(tmp_path / "model") == lines != log(tmp_path)
+    assert train(tmp_path).step == SHORT.steps
+    assert log(tmp_path) == lines
+
+
 def test_fewer_tokens_destroy_nothing(tmp_path) -> None:
     train(tmp_path)
     kept = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}

@@ -101,6 +101,13 @@ def test_members_are_found_in_runs_and_as_they_are(runs, tmp_path) -> None:
         find_members(tmp_path)
 
 
+def test_a_finished_models_log_goes_before_that_of_a_longer_training(tmp_path) -> None:
+    run = tmp_path / "ropewalk-rope"
+    save(run / "model", ENCODINGS["rope"])
+    write_log(run)
+    assert find_members(tmp_path)[0].log == run / "model" / "log.jsonl"
+
+
 def test_every_part_of_every_model_is_there(found) -> None:
     rope, other_seed, learned = found[1].members
     assert (rope.name, rope.encoding) == ("ropewalk-rope", "rope")
