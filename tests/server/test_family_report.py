@@ -72,6 +72,7 @@ def test_the_report_is_a_card_and_pictures(home, capsys) -> None:
     assert re.search(
         r"One document has \d+ of the windows, so they count as much as \d+\.\d doc", card
     )
+    assert "ropewalk family evaluate --trust-encoding package.module:Class\n" in card
     assert "| source | digest |" in card and card.endswith("Because the texts are short.\n")
     for name in ("loss", "recall", "training", "operations"):
         picture = home / "report" / f"evaluation-{name}.svg"

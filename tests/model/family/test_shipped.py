@@ -3,13 +3,15 @@
 import random
 import re
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from ropewalk.model.family.evaluation import results
+from ropewalk.model.family.evaluation import evaluate, results
+from ropewalk.model.family.evaluation.evaluate import Task
 from ropewalk.model.family.evaluation.members import load
 from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.report.card import CARD
@@ -20,6 +22,7 @@ from ropewalk.model.family.training.recipe import ENCODINGS, model_name
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.weights.safetensors_dir import SINGLE
 from ropewalk.server.download import FAMILY
+from tests.model.family.evaluation.trained import corpus
 from tests.model.family.grammar import (
     PARSER,
     PROMPTS,
@@ -83,12 +86,23 @@ def test_it_writes_grammatical_english(encoding) -> None:
     assert sum(taken(mixed, parser)) < 0.15 * len(mixed)
 
 
+def test_what_was_measured_are_these_weights(evaluation, tmp_path, monkeypatch) -> None:
+    """Nothing would be measured anew, which for the training curves is not possible."""
+    monkeypatch.setattr(evaluate, "Subject", None)  # which loads weights
+    path = tmp_path / "evaluation.json"
+    results.write(evaluation, path)
+    texts = replace(corpus(), fingerprint=evaluation.corpus)
+    task = Task(texts, evaluation.sizes, torch.device("cpu"), None, None, FAMILY)
+    again = evaluate.evaluate(FAMILY, path, task).members
+    assert list(again) == shipped(evaluation.members)
+
+
 def test_the_card_says_what_was_measured(evaluation) -> None:
     card = (FOLDER / CARD).read_text()
     members = shipped(evaluation.members)
     assert {one.label for one in members} == set(ENCODINGS)
     for one in members:
-        assert about_length(one) in card
+        assert about_length(one) in card and f"| `{one.digest[:12]}` |" in card
         assert one.packed is not None
         assert one.packed.size == (FAMILY / one.name / SINGLE).stat().st_size
         assert abs(one.packed.packed - one.packed.trained) < 0.01

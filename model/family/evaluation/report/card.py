@@ -35,7 +35,7 @@ Write a class like those in model/encodings, then train it as the others were an
 them; the report covers every folder among the trained models:
 
     PYTHONPATH=. ropewalk family train --encoding package.module:Class
-    PYTHONPATH=. ropewalk family evaluate
+    PYTHONPATH=. ropewalk family evaluate --trust-encoding package.module:Class
     ropewalk family report"""
 
 
