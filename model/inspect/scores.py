@@ -348,7 +348,7 @@ class Looked:
                 for i in range(half)
             ]
             return list(zip(pairs, encoding.frequencies.tolist(), strict=True))
-        if not rotates(encoding):
+        if not rotates(encoding) or encoding.rotation() is not None:
             return []
         found = find_pair_rotation(encoding, self.config, min(self._served.context, 1 << 12))
         if found is None:

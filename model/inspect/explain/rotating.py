@@ -1,6 +1,7 @@
 """How an encoding rotates queries and keys, found by experiment: pairs, speeds, scores by distance.
 
-Calls only an encoding's `rotate`, so it works for any encoding. Only numbers, no pictures.
+Calls only an encoding's `rotate`, and applies the `rotation` that it leaves to attention, so it
+works for any encoding. Only numbers, no pictures.
 """
 
 import math
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding
 
@@ -28,11 +30,11 @@ class PairRotation:
 def find_pair_rotation(
     encoding: PositionalEncoding, config: ModelConfig, context: int
 ) -> PairRotation | None:
-    """None when the hook does anything but rotate pairs at fixed speeds.
+    """None when the hooks do anything but rotate pairs at fixed speeds, the same in every head.
 
     context: how many positions the encoding was built for, at least 2.
     """
-    once, _ = _unit_vectors_at(encoding, config, 1)
+    once = _unit_vectors_at(encoding, config, 1)[0][:, 0].double()
     across = once - torch.diag(once.diag())
     partner = across.abs().argmax(dim=1)
     moved = across.abs().amax(dim=1) > 0
@@ -61,7 +63,7 @@ def find_pair_rotation(
 def _agrees(
     found: PairRotation, encoding: PositionalEncoding, config: ModelConfig, at: int
 ) -> bool:
-    """Whether these pairs and speeds reproduce what the hook does at position `at`."""
+    """Whether these pairs and speeds reproduce what the hooks do at position `at`."""
     expected = torch.eye(config.head_dim, dtype=torch.float64)
     for (i, j), speed in zip(found.pairs, found.speeds, strict=True):
         cos, sin = torch.cos(at * speed), torch.sin(at * speed)
@@ -70,7 +72,7 @@ def _agrees(
     # float32 angles are off by up to at · 2^-24, and so is the estimated speed times `at`.
     allowed = 1e-4 + at * 4e-7
     return all(
-        bool((seen - expected).abs().max() < allowed)
+        bool((seen - expected[:, None].float()).abs().max() < allowed)
         for seen in _unit_vectors_at(encoding, config, at)
     )
 
@@ -78,15 +80,16 @@ def _agrees(
 def _unit_vectors_at(
     encoding: PositionalEncoding, config: ModelConfig, at: int
 ) -> tuple[Tensor, Tensor]:
-    """As query and as key, [head_dim, head_dim] float64: row i is unit vector i, rotated."""
-    rows = torch.eye(config.head_dim)
-    q, k = encoding.rotate(
-        rows[:, None].repeat(1, config.num_heads, 1),
-        rows[:, None].repeat(1, config.num_kv_heads, 1),
-        torch.full((config.head_dim,), at),
-        torch.zeros(config.head_dim, dtype=torch.int64),
-    )
-    return q[:, 0].double(), k[:, 0].double()
+    """As query and as key, [head_dim, heads, head_dim]: row i is unit vector i as it is scored."""
+    rows = torch.eye(config.head_dim)[:, None]
+    positions = torch.full((config.head_dim,), at)
+    offsets = positions % BLOCK_SIZE
+    q, k = rows.repeat(1, config.num_heads, 1), rows.repeat(1, config.num_kv_heads, 1)
+    q, k = encoding.rotate(q, k, positions, offsets)
+    left = encoding.rotation()
+    if left is not None:
+        q, k = left.queries(q, positions), left.keys(k, positions, offsets)
+    return q, k
 
 
 def equal_vectors(found: PairRotation, head_dim: int, distances: Tensor) -> Tensor:

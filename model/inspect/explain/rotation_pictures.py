@@ -7,6 +7,7 @@ import torch
 from matplotlib import ticker
 from matplotlib.figure import Figure, SubFigure
 
+from ropewalk.cache.types import KeyStorage
 from ropewalk.model.inspect.explain.rotating import (
     PairRotation,
     bound,
@@ -34,6 +35,12 @@ SHOWN = 128  # positions in the map of angles
 LONGEST = 4096  # distances in the pictures of scores
 RANDOM = 1000  # pairs of vectors
 NEAR = 32
+STORED = {
+    KeyStorage.ABSOLUTE: "A key is rotated once, by its own position, before it is stored",
+    KeyStorage.RAW: "Keys are stored unrotated, and attention rotates them in every step",
+    KeyStorage.BLOCK: "A key is rotated by its offset within its block before it is stored, and "
+    "attention adds the rest in every step",
+}
 
 ANGLES, SCORES = "Angle by dimension and position", "Score by distance"
 
@@ -51,7 +58,8 @@ def angles(subject: Subject) -> Picture | Omitted:
             "angle",
             ANGLES,
             f"{subject.title} changes queries and keys, but not by rotating pairs of coordinates "
-            "by a fixed angle per position, so no pair has an angle to show.",
+            "by a fixed angle per position that is the same in every head, so no pair has an angle "
+            "to show.",
         )
     return Picture(
         "angle",
@@ -85,9 +93,10 @@ def _about_angles(found: PairRotation, subject: Subject) -> str:
             f"Rotated coordinates are also scaled by {found.magnitude:.4f}, so their scores are "
             f"scaled by {found.magnitude**2:.4f}."
         )
+    left = subject.encoding.rotation()
     parts.append(
-        "A key is rotated once, by its own position, before it is stored; the base sets the "
-        "speeds, not how many tokens can be told apart."
+        f"{STORED[left.storage if left else KeyStorage.ABSOLUTE]}. The base sets the speeds, not "
+        "how many tokens can be told apart."
     )
     return " ".join(parts)
 
@@ -133,8 +142,8 @@ def scores(subject: Subject) -> Picture | Omitted | None:
         return Omitted(
             "score",
             SCORES,
-            f"{subject.title} does not rotate pairs at fixed speeds, so its scores may depend on "
-            "more than the distance.",
+            f"{subject.title} does not rotate pairs at fixed speeds that are the same in every "
+            "head, so its scores may depend on more than the distance.",
         )
     distances = torch.arange(span)
     equal = equal_vectors(found, config.head_dim, distances)

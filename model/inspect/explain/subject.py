@@ -38,8 +38,8 @@ class Subject:
 
     @property
     def rotates(self) -> bool:
-        """Whether this layer's queries and keys are changed."""
-        return rotates(self.encoding)
+        """Whether this layer's queries and keys are changed, before keys are stored or after."""
+        return rotates(self.encoding) or self.encoding.rotation() is not None
 
     @property
     def embeds(self) -> bool:

@@ -144,6 +144,20 @@ def test_rope_is_not_said_to_score_closer_words_higher() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("storage", "told"),
+    [
+        ("absolute", "A key is rotated once, by its own position, before it is stored"),
+        ("raw", "Keys are stored unrotated"),
+        ("block", "A key is rotated by its offset within its block"),
+    ],
+)
+def test_rope_has_its_pictures_however_keys_are_stored(storage, told) -> None:
+    found = parts("rope", storage=storage)
+    assert list(by_key(found, Picture)) == ["angle", "score", "codes"]
+    assert told in caption(found, "angle")
+
+
 def test_partial_and_magnified_rotations_are_said_to_be() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_context": 100}
     angle = caption(parts("rope", width=8, scaling=scaling), "angle")

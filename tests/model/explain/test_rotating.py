@@ -56,6 +56,15 @@ def test_pairs_that_stand_still_are_counted_so() -> None:
     assert (len(turns.pairs), turns.still) == (4, 8)
 
 
+@pytest.mark.parametrize("storage", ["raw", "block"])
+def test_how_keys_are_stored_changes_neither_pairs_nor_speeds(storage) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_context": 150}
+    turns, plain = found(storage=storage, scaling=scaling), found(scaling=scaling)
+    assert turns.pairs == plain.pairs and turns.still == plain.still
+    assert torch.allclose(turns.speeds, plain.speeds, rtol=1e-6)
+    assert turns.magnitude == pytest.approx(plain.magnitude)
+
+
 class Jumping(RoPE):
     """Turns by twice the angle at position 7 and further."""
 
@@ -70,6 +79,14 @@ class OneSided(RoPE):
         return super().rotate(q, k, positions, offsets)[0], k
 
 
+class Uneven(RoPE):
+    """Turns the last head by twice the angle."""
+
+    def rotate(self, q, k, positions, offsets):
+        once, twice = (super(Uneven, self).rotate(q, k, n * positions, offsets) for n in (1, 2))
+        return tuple(torch.cat((a[:, :-1], b[:, -1:]), 1) for a, b in zip(once, twice, strict=True))
+
+
 class Mixing(PositionalEncoding):
     """Shifts coordinates, which no pairs explain."""
 
@@ -77,7 +94,7 @@ class Mixing(PositionalEncoding):
         return q.roll(1, -1) * 1.0, k.roll(1, -1) * 1.0
 
 
-@pytest.mark.parametrize("kind", [Jumping, OneSided])
+@pytest.mark.parametrize("kind", [Jumping, OneSided, Uneven])
 def test_what_no_fixed_speed_explains_is_not_called_turning(kind) -> None:
     encoding = kind.create(find("rope").usual_options(CONFIG), CONFIG, 1200, torch.device("cpu"))
     assert find_pair_rotation(encoding, CONFIG, 600) is None
