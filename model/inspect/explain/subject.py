@@ -78,7 +78,7 @@ def from_name(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Sub
         whole,
         config,
         kind.usual_options(config) | dict(options),
-        context=config.trained_context,
+        context=min(config.trained_context, whole.max_positions or config.trained_context),
         layer=0,
         weights="drawn" if drawn else "none",
     )

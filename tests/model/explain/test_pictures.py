@@ -10,7 +10,13 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from ropewalk.model.encodings.base import LinearBias, PositionalEncoding, TableBias, names
+from ropewalk.model.encodings.base import (
+    LinearBias,
+    PositionalEncoding,
+    PositionVectors,
+    TableBias,
+    names,
+)
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.explain.page import to_html, to_png
 from ropewalk.model.inspect.explain.pictures import pictures
@@ -229,6 +235,24 @@ def test_encodings_from_outside_are_explained_by_what_they_do() -> None:
     sliding = by_key(parts(f"{__name__}:Sliding"), Omitted)
     assert "not by rotating pairs" in sliding["angle"].reason
     assert set(sliding) == {"angle", "score", "bias", "codes"}
+
+
+class Short(PositionalEncoding):
+    """Adds vectors, for fewer positions than the context has."""
+
+    def __init__(self):
+        super().__init__()
+        self.max_positions, self.WHY_FIXED = 100, "positions are in the embeddings"
+        self.table = torch.randn(100, 48)
+
+    def vectors(self):
+        return PositionVectors(self.table)
+
+
+def test_nothing_is_asked_past_an_encodings_own_limit() -> None:
+    subject = from_name(f"{__name__}:Short", CONFIG, {})
+    assert subject.context == 100
+    assert set(by_key(pictures(subject), Picture)) == {"vector", "score"}
 
 
 # ---- from checkpoints ----
