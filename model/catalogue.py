@@ -23,7 +23,7 @@ from ropewalk.model.encodings.base import (
     names,
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
-from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.encodings.common.validate import check_hooks, where
 from ropewalk.model.kernels.cpu.lowering import (
     biases_in_python,
     embeds_in_python,
@@ -119,6 +119,7 @@ def facts(name: str, place: Place) -> EncodingFacts:
     try:
         encoding = example(kind, SHAPE, SHAPE.trained_context)
         check_hooks(encoding, SHAPE, SHAPE.trained_context, torch.device("cpu"))
+        operations = abilities(kind, SHAPE, place.dtype)
     except EncodingError as error:
         unbuilt = str(error)
     else:
@@ -126,7 +127,6 @@ def facts(name: str, place: Place) -> EncodingFacts:
         left = tuple(in_python(encoding))
         backends = tuple(_support(place, encoding))
         work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
-        operations = abilities(kind, SHAPE, place.dtype)
     return EncodingFacts(
         name=name,
         summary=summary(kind),
@@ -199,14 +199,30 @@ def example(
 
     Raises EncodingError when the class cannot be built with them.
     """
-    chosen = kind.usual_options(config) | dict(options or {})
-    encoding = kind.create(chosen, config, context, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        for parameter in encoding.parameters():
-            parameter.uniform_(0, 1, generator=generator)
-        freeze_all(encoding)
+    given = dict(options or {})
+    try:
+        chosen = kind.usual_options(config) | given
+        encoding = kind.create(chosen, config, context, torch.device("cpu"))
+        generator = torch.Generator().manual_seed(0)
+        with torch.inference_mode():
+            for parameter in encoding.parameters():
+                parameter.uniform_(0, 1, generator=generator)
+            freeze_all(encoding)
+    except EncodingError:
+        raise
+    except Exception as error:  # foreign code may raise anything, and so may a wrong option
+        told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise EncodingError(
+            f"{_called(kind)} cannot be made{told and f' with {told}'} ({where(error)}); "
+            "docs/encodings.md says what a class must keep to."
+        ) from error
     return encoding
+
+
+def _called(kind: type[PositionalEncoding]) -> str:
+    """Its file for an encoding of this project, else its class."""
+    package, _, file = kind.__module__.rpartition(".")
+    return file if package == PositionalEncoding.__module__.rpartition(".")[0] else kind.__name__
 
 
 def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.formatting import in_one_line
 
 MAX_TABLE = 1 << 26  # numbers: a million positions in heads of 128
 MAX_POSITIONS = 1 << 22
@@ -304,6 +305,11 @@ def find(name: str) -> type[PositionalEncoding]:
     except ModuleNotFoundError as error:
         raise EncodingError(
             f"Encoding {name!r} cannot be imported: {error}; is its folder in PYTHONPATH?"
+        ) from error
+    except Exception as error:  # foreign code may raise anything
+        raise EncodingError(
+            f"Encoding {name!r} cannot be imported ({in_one_line(error)}); python -c 'import "
+            f"{module_name}' shows where."
         ) from error
     candidates = [
         value

@@ -112,13 +112,22 @@ def _audited(subject: Subject, arms: Sequence[Arm], steps: int) -> Report:
 
 
 def _audit(arm: Arm, prompt: Sequence[int], steps: int, tell: Callable[[], object]) -> Audit:
-    try:
+    with _foreign(arm.name):
         return audit(arm, prompt, steps, tell)
-    except Exception as error:  # a user's own class may raise anything
-        if arm.name in (*audit_arms.ALL, *audit_arms.VARIANTS):
+
+
+@contextmanager
+def _foreign(name: str) -> Iterator[None]:
+    """Raises whatever a user's own class raises as EncodingError."""
+    try:
+        yield
+    except EncodingError:
+        raise
+    except Exception as error:
+        if name in (*audit_arms.ALL, *audit_arms.VARIANTS):
             raise
         raise EncodingError(
-            f"{arm.name} fails ({where(error)}); docs/encodings.md says what a class must keep to."
+            f"{name} fails ({where(error)}); docs/encodings.md says what a class must keep to."
         ) from error
 
 
@@ -191,7 +200,9 @@ def _arms(
     start = len(subject.prompt)
     trained_length = trained_length or start + steps // 2
     for name in dict.fromkeys(wanted):
-        yield audit_arms.arm(name, subject.program, start + steps, trained_length)
+        with _foreign(name):
+            arm = audit_arms.arm(name, subject.program, start + steps, trained_length)
+        yield arm
 
 
 def lines(report: Report, *, every_step: bool) -> Iterator[str]:

@@ -4,12 +4,11 @@ Writes the file; model/inspect/explain makes its content.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ropewalk.cache.types import BLOCK_SIZE
-from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.inspect.explain.page import to_html, to_png
 from ropewalk.model.inspect.explain.pictures import pictures
@@ -67,7 +66,7 @@ def run(
                 heads=heads or HEADS, head_dim=head_dim or HEAD_DIM, context=context or CONTEXT
             )
             options = dict(option) | ({} if base is None else {"base": base})
-            subject = _of_name(str(encoding), config, options)
+            subject = from_name(str(encoding), config, options)
     except (EncodingError, CheckpointError) as error:
         raise CommandError(str(error)) from error
     parts = pictures(subject)
@@ -109,13 +108,3 @@ def _stem(encoding: str | None, model: str | None) -> str:
     if model:
         return Path(model).name.removesuffix(".gguf") or "model"
     return str(encoding or "").rpartition(":")[2]
-
-
-def _of_name(encoding: str, config: ModelConfig, options: Mapping[str, Any]) -> Subject:
-    try:
-        return from_name(encoding, config, options)
-    except TypeError as error:
-        if not options:
-            raise
-        told = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        raise CommandError(f"{encoding} cannot be made with {told}: {error}") from error

@@ -1,6 +1,7 @@
 """The list of encodings: what it says is what the classes and backends say."""
 
 import json
+import re
 from dataclasses import fields, replace
 from typing import ClassVar
 
@@ -76,6 +77,12 @@ class Difficult(PositionalEncoding):
     @classmethod
     def create(cls, options, config, context, device):
         raise EncodingError("difficult needs an option.")
+
+
+class Failing(PositionalEncoding):
+    @classmethod
+    def create(cls, options, config, context, device):
+        return cls(options["size"])
 
 
 OUTSIDE = f"{__name__}:Outside"
@@ -177,6 +184,9 @@ def test_work_is_what_the_encoding_counts() -> None:
 
 
 def test_what_cannot_be_built_by_itself_is_listed_with_the_reason() -> None:
+    entry = catalogue(PLACE, [f"{__name__}:Failing"])[-1]
+    said = r"Failing cannot be made \(test_catalogue\.py, line \d+: KeyError: 'size'\); docs/encod"
+    assert re.match(said, entry.unbuilt)
     entry = facts(f"{__name__}:Difficult", PLACE)
     assert entry.unbuilt == "difficult needs an option."
     assert (entry.backends, dict(entry.work), entry.bias) == ((), {}, None)

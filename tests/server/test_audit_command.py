@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Watch
 from ropewalk.server.cli import main
@@ -134,6 +135,16 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
     assert "; and 7 more entries" in capsys.readouterr().err
 
 
+class Failing(PositionalEncoding):
+    def freeze(self):
+        raise RuntimeError("no such table")
+
+
+class InLayers(PositionalEncoding):
+    def for_layer(self, layer):
+        raise RuntimeError("no such layer")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -141,6 +152,8 @@ def test_only_the_first_of_many_are_named(capsys, monkeypatch) -> None:
         (["--encodings", "rope:fast"], 1, "use one of rope, rope:dynamic, rope:dynamic-re"),
         (["--encodings", ","], 2, "--encodings: the list is empty"),
         (["--encodings", "no.such:Thing"], 1, "is its folder in PYTHONPATH?"),
+        (["--encodings", f"{__name__}:Failing"], 1, "Failing cannot be made (test_audit_comm"),
+        (["--encodings", f"{__name__}:InLayers"], 1, "InLayers fails (test_audit_command.py, "),
         (["--prompt", ""], 2, "--prompt: the text has no tokens"),
         (["--steps", "0"], 2, "--steps: 0 is outside 1 to 4096"),
         (

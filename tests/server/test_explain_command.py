@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.server.cli import main
 from ropewalk.server.studies import explain as explain_command
 from tests.model import encoder_decoders
@@ -81,6 +82,17 @@ def test_a_model_brings_its_trained_biases(here, capsys) -> None:
     assert "From distance 113 on" in page
 
 
+def test_a_limit_of_the_encoding_is_one_of_the_context(here, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(explain_command, "pictures", lambda subject: [])
+    explain(capsys, "learned", "--option", "positions=128", "--context", "1k")
+    assert "a context of 128<" in (here / "learned.html").read_text()
+
+
+class Failing(PositionalEncoding):
+    def freeze(self):
+        raise RuntimeError("no such table")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -94,6 +106,8 @@ def test_a_model_brings_its_trained_biases(here, capsys) -> None:
         (["rope", "--option", "width"], 2, "--option: 'width' is not NAME=VALUE"),
         (["rope", "--option", "width=7"], 1, "rope needs an even width"),
         (["rope", "--option", "base=ten"], 1, "rope cannot be made with base='ten'"),
+        (["rope", "--option", "scaling=linear"], 1, "rope's scaling must be an object with type"),
+        ([f"{__name__}:Failing"], 1, "Failing cannot be made (test_explain_command.py, line"),
         (["alibi", "--base", "3"], 1, "alibi takes the options bias_max"),
         (["rope", "--layer", "1"], 2, "--layer applies only to --model"),
         (

@@ -206,6 +206,10 @@ SCALINGS: Mapping[str, type[Scaling]] = {
 
 def scaling_from(options: Mapping[str, Any]) -> Scaling:
     """From the mapping {"type": ..., parameters}. Raises EncodingError."""
+    if not isinstance(options, Mapping):
+        raise EncodingError(
+            f"rope's scaling must be an object with type and its parameters, but is {options!r}."
+        )
     given = dict(options)
     kind = given.pop("type", None)
     if kind not in SCALINGS:

@@ -41,11 +41,16 @@ def test_names_that_lead_nowhere(name, words):
 
 
 def test_a_broken_module_is_not_a_missing_one(tmp_path, monkeypatch):
-    (tmp_path / "broken_encoding.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "broken_encoding", raising=False)
-    with pytest.raises(ZeroDivisionError):
-        made("broken_encoding:Thing")
+    for number, (line, words) in enumerate(
+        [("1 / 0", "ZeroDivisionError: division by zero"), ("def", "SyntaxError: .*, line 1")]
+    ):
+        module = f"broken_encoding{number}"
+        (tmp_path / f"{module}.py").write_text(f"{line}\n")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with pytest.raises(EncodingError, match=rf"cannot be imported \({words}") as refused:
+            made(f"{module}:Thing")
+        assert str(refused.value).endswith(f"; python -c 'import {module}' shows where.")
 
 
 def test_options_where_none_are_taken():

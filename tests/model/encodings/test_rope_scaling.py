@@ -180,6 +180,7 @@ def test_the_slowest_pairs_of_proportional_stand_still():
 @pytest.mark.parametrize(
     ("scaling", "words"),
     [
+        ("linear", "must be an object with type and its parameters, but is 'linear'"),
         ({"factor": 2.0}, "type must be one of dynamic, factors, linear.* but is None"),
         ({"type": "ntk"}, "but is 'ntk'"),
         ({"type": "linear"}, r"takes factor, but got \[\]"),
