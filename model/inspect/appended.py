@@ -93,7 +93,7 @@ def append(
     program = first_layers(used, layers, vocabulary)
     number = {token: index for index, token in enumerate(vocabulary)}
     name = config.encoding.name if arm == OWN else arm
-    chosen = audit_arms.arm(name, program, length, trained_length or len(prompt))
+    chosen = audit_arms.arm(name, program, length, trained_length or len(prompt), used.context)
     watch = Watch(chosen, length)
     watch.step([number[token] for token in prompt])
     before = watch.left

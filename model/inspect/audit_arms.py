@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
-from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.cache.types import BLOCK_SIZE, KeyStorage
 from ropewalk.model import recipes
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.catalogue import example
@@ -133,18 +133,22 @@ def from_checkpoint(checkpoint: Checkpoint, context: int) -> Program:
     return load_program(checkpoint, encoding, dtype=DTYPE, device=CPU)
 
 
-def arm(name: str, program: Program, context: int, trained_length: int) -> Arm:
+def arm(
+    name: str, program: Program, context: int, trained_length: int, served: int | None = None
+) -> Arm:
     """`program` under an encoding, for runs of `context` tokens.
 
     name: an encoding, one of ALL or VARIANTS, or "package.module:Class". The dynamic arms behave
-    as if trained for `trained_length` tokens. Raises EncodingError.
+    as if trained for `trained_length` tokens. served: the context to build the encoding for, by
+    default the trained one or `context` if that is longer. Raises EncodingError.
     """
+    served = served or max(context, program.config.trained_context)
     if name in (DYNAMIC, REWRITTEN):
-        return _dynamic(name, program, context, trained_length)
+        return _dynamic(name, program, context, trained_length, served)
     if name not in VARIANTS and name.partition(":")[0] in names():
         _refuse_unknown_variant(name)
     plain, options = VARIANTS.get(name, (name, {}))
-    encoding = _built(find(plain), plain, options, program, context)
+    encoding = _built(find(plain), plain, options, program, context, served)
     notes = [NOTES[name]] if name in NOTES else []
     if plain == program.config.encoding.name:
         _copy_weights(program.encoding, encoding)
@@ -162,9 +166,11 @@ def _refuse_unknown_variant(name: str) -> None:
         )
 
 
-def _dynamic(name: str, program: Program, context: int, trained_length: int) -> Arm:
+def _dynamic(name: str, program: Program, context: int, trained_length: int, served: int) -> Arm:
     scaling = {"type": "dynamic", "factor": FACTOR, "original_context": trained_length}
-    encoding = _built(FollowingRoPE, "rope", {"scaling": scaling}, program, context)
+    # It rotates keys by their positions, whatever the program's own RoPE does.
+    options = {"scaling": scaling, "storage": KeyStorage.ABSOLUTE}
+    encoding = _built(FollowingRoPE, "rope", options, program, context, served)
     return Arm(
         name,
         f"as if trained for {trained_length} tokens, scaled by {FACTOR:g}; {NOTES[name]}",
@@ -180,13 +186,13 @@ def _built(
     options: Mapping[str, Any],
     program: Program,
     context: int,
+    served: int,
 ) -> Encoding:
     """Uses the program's own options if this is the program's own encoding."""
     own = program.config.encoding
     if name == own.name:
         options = {**own.options, **options}
-    longest = max(context, program.config.trained_context)
-    encoding = example(kind, program.config, longest, options)
+    encoding = example(kind, program.config, served, options)
     if encoding.max_positions is not None and encoding.max_positions < context:
         raise EncodingError(
             f"{name} has positions for only {encoding.max_positions} tokens, so it cannot be "

@@ -1,5 +1,7 @@
 """Auditing the first layers of a model for some tokens is auditing the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,6 +64,36 @@ def test_appending_changes_nothing_unless_frequencies_follow_the_length(tmp_path
         rewritten = arm == "rope:dynamic-rewrite"
         assert [block.before != block.after for block in found.blocks] == [rewritten] * 2
         assert [bool(block.changed) for block in found.blocks] == [rewritten] * 2
+
+
+def appended_with(used, arm, context=None, **options):
+    """What `append` finds where the model has these options of its encoding besides its own."""
+    config = used.checkpoint.config
+    spec = replace(config.encoding, options={**config.encoding.options, **options})
+    checkpoint = replace(used.checkpoint, config=replace(config, encoding=spec))
+    used = replace(used, checkpoint=checkpoint, context=context or used.context)
+    limits = {"trained_length": None, "layers": 1, "steps": 3}
+    return append(used, arm, TOKENS[:20], TOKENS[20:], **limits)
+
+
+def test_frequencies_are_those_of_the_served_context(tmp_path) -> None:
+    """Of a model whose frequencies depend on it."""
+    used = in_use("llama-tied", tmp_path)
+    trained = used.checkpoint.config.trained_context
+    scaling = {"type": "dynamic", "factor": 2.0, "original_context": trained // 2}
+    contexts = (trained // 2, trained, 2 * trained)
+    assert trained // 2 >= len(TOKENS)
+    found = [appended_with(used, "own", context, scaling=scaling) for context in contexts]
+    assert len({one.blocks[0].before for one in found}) == len(contexts)
+    plain = appended_with(used, "own", trained // 2)
+    assert found[0].blocks[0].before == plain.blocks[0].before
+
+
+@pytest.mark.parametrize("storage", ["raw", "block"])
+def test_keys_that_follow_the_length_are_rotated_once(storage, tmp_path) -> None:
+    used = in_use("llama-tied", tmp_path)
+    for arm in ("rope:dynamic", "rope:dynamic-rewrite"):
+        assert appended_with(used, arm, storage=storage) == appended_with(used, arm)
 
 
 def test_less_is_audited_of_a_larger_model(tmp_path, monkeypatch) -> None:
