@@ -35,6 +35,7 @@ SHOWN = 128  # positions in the map of angles
 LONGEST = 4096  # distances in the pictures of scores
 RANDOM = 1000  # pairs of vectors
 NEAR = 32
+FALLEN = 0.95  # a single pair's cosines, which never fall, differ by less
 STORED = {
     KeyStorage.ABSOLUTE: "A key is rotated once, by its own position, before it is stored",
     KeyStorage.RAW: "Keys are stored unrotated, and attention rotates them in every step",
@@ -165,20 +166,34 @@ def _about_scores(equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor
     nearest, farthest = (
         float(inside.float().mean()) for inside in (peaks < near, peaks >= span - near)
     )
+    mean, limit = "it does not fall on the whole", "It does not fall on the whole here, and"
+    if _falls(equal):
+        mean = f"it falls on the whole, but rises in {_rises(equal):.0%} of single steps"
+    if _falls(factor):
+        limit = (
+            f"It rises in {_rises(factor):.0%} of steps. That it falls on the whole is seen, not "
+            "proved, and"
+        )
     return (
-        "Left: the mean of q · k over random q = k, as a share of |q| |k|; it falls on the whole, "
-        f"but rises in {_rises(equal):.0%} of single steps. The envelope is the largest magnitude "
-        "from each distance on. Middle: RoFormer (arXiv 2104.09864, section 3.4.3) derives an "
-        "upper bound of the score: shown is the bound's factor that depends on distance, as a "
-        "share of its value at 0. That it falls on the whole is seen, not proved, and says nothing "
-        f"of the score itself; it rises in {_rises(factor):.0%} of steps. Right: q and k drawn "
-        "independently; their scores have the same spread at every distance. Of "
+        f"Left: the mean of q · k over random q = k, as a share of |q| |k|; {mean}. The envelope "
+        "is the largest magnitude from each distance on. Middle: RoFormer (arXiv 2104.09864, "
+        "section 3.4.3) derives an upper bound of the score: shown is the bound's factor that "
+        f"depends on distance, as a share of its value at 0. {limit} says nothing of the score "
+        "itself. Right: q and k drawn independently; their scores have the same spread at every "
+        "distance. Of "
         f"{len(drawn):,} such pairs, {nearest:.1%} score highest within the nearest {near} of "
         f"{span:,} distances, and {farthest:.1%} within the farthest {near}. On average both ends "
         f"get the same, and more than their share of {near / span:.1%}, because peaks beyond an "
         "end count there. So closer words do not in general score higher: how distance "
         "affects a model's scores depends on its trained weights."
     )
+
+
+def _falls(values: torch.Tensor) -> bool:
+    """Whether the farthest quarter is, on average, clearly smaller than the nearest values."""
+    quarter = -(-len(values) // 4)
+    near, far = values[: min(NEAR, quarter)], values[-quarter:]
+    return bool(far.abs().mean() < FALLEN * near.abs().mean())
 
 
 def _rises(values: torch.Tensor) -> float:

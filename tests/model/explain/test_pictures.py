@@ -135,6 +135,8 @@ def test_rope_is_not_said_to_score_closer_words_higher() -> None:
     found = parts("rope", shape(heads=1, head_dim=64, context=2048))
     score = caption(found, "score")
     assert "closer words do not in general score higher" in score
+    assert "it falls on the whole, but rises in" in score
+    assert "That it falls on the whole is seen, not proved" in score
     rises = [int(number) for number in re.findall(r"rises in (\d+)% of", score)]
     assert "proves" not in score
     ends = [float(share) for share in re.findall(r"([\d.]+)%(?: score highest)? within the", score)]
@@ -162,6 +164,12 @@ def test_rope_has_its_pictures_however_keys_are_stored(storage, told) -> None:
     found = parts("rope", storage=storage)
     assert list(by_key(found, Picture)) == ["angle", "score", "codes"]
     assert told in caption(found, "angle")
+
+
+def test_a_single_pair_is_not_said_to_fall() -> None:
+    score = caption(parts("rope", shape(heads=1, head_dim=2, context=2048)), "score")
+    assert "|q| |k|; it does not fall on the whole." in score
+    assert "It does not fall on the whole here" in score and "falls" not in score
 
 
 def test_partial_and_magnified_rotations_are_said_to_be() -> None:
