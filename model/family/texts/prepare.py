@@ -25,7 +25,7 @@ from ropewalk.model.family.files import replacing
 from ropewalk.model.family.texts import corpus, recall, tokenizer
 from ropewalk.model.family.texts.corpus import Corpus, Document, Split
 from ropewalk.model.family.texts.fetch import Download, fetch
-from ropewalk.model.family.texts.sources import HELD_OUT, SOURCES, Source
+from ropewalk.model.family.texts.sources import HELD_OUT, SOURCES, Source, is_meant
 from ropewalk.model.tokenizers.base import TokenizerError
 from ropewalk.model.tokenizers.spm import SpmModel, SpmTokenizer
 
@@ -96,10 +96,22 @@ def _texts(
         for source in sources:
             found += corpus.documents(source, archives / source.file)
             bar.update(1)
+    for source in sources:
+        _need_held_out(source.name, [one.name for one in found if one.source == source.name])
     rows = [(one.source, one.name, one.text) for one in found]
     told = json.dumps({"mark": mark, "documents": rows}).encode()
     _write(path, gzip.compress(told, compresslevel=6, mtime=0))
     return found
+
+
+def _need_held_out(source: str, documents: Sequence[str]) -> None:
+    """Raises FamilyError where a held-out name, perhaps misspelt, would hold out nothing."""
+    for name in HELD_OUT.get(source, ()):
+        if not any(is_meant(source, document, name) for document in documents):
+            raise FamilyError(
+                f"{source} has no document {name!r} to hold out; correct its held_out in "
+                "model/family/texts/sources.toml"
+            )
 
 
 def _tokenizer(

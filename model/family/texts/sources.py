@@ -70,12 +70,14 @@ def _read() -> Iterator[tuple[Source, tuple[str, ...]]]:
 _FOUND = tuple(_read())
 SOURCES: tuple[Source, ...] = tuple(source for source, _ in _FOUND)
 HELD_OUT: Mapping[str, tuple[str, ...]] = {source.name: out for source, out in _FOUND if out}
-"""Source: its documents that no model is trained on, whole. A document's name begins so."""
+"""Source: its documents that no model is trained on, whole; of the source `union`, their years."""
 
 
 def held_out(source: str, document: str) -> bool:
     """Whether training must not see this document."""
-    return any(
-        document == name or (source == "union" and document.startswith(f"{name}_"))
-        for name in HELD_OUT.get(source, ())
-    )
+    return any(is_meant(source, document, name) for name in HELD_OUT.get(source, ()))
+
+
+def is_meant(source: str, document: str, name: str) -> bool:
+    """Whether a name in HELD_OUT is that of this document."""
+    return document == name or (source == "union" and document.startswith(f"{name}_"))

@@ -327,8 +327,9 @@ def test_the_tokenizer_gives_every_text_back() -> None:
 
 
 @pytest.fixture
-def small() -> tuple[list[Source], Shelf]:
+def small(monkeypatch) -> tuple[list[Source], Shelf]:
     """Two sources, one of which has a play that is held out."""
+    monkeypatch.setitem(HELD_OUT, "shakespeare", ("macbeth",))
     plays = tar(
         {f"p/{name}_gut.txt": story(n).encode() for n, name in enumerate(("lear", "macbeth"))}
     )
@@ -366,6 +367,12 @@ def test_preparing_splits_by_whole_documents(tmp_path, small) -> None:
     assert made_up >= 0.05 * len(made.train.tokens)
     assert "| shakespeare | pip tales 1 | 2 |" in done.card
     assert (tmp_path / "data_card.md").read_text() == done.card
+
+
+def test_a_held_out_name_that_no_document_has_is_said(tmp_path, small, monkeypatch) -> None:
+    monkeypatch.setitem(HELD_OUT, "shakespeare", ("macbeth", "mac"))
+    with pytest.raises(FamilyError, match="shakespeare has no document 'mac' to hold out"):
+        run(tmp_path, small)
 
 
 def test_what_is_finished_is_not_done_again(tmp_path, small, monkeypatch) -> None:
