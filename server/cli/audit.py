@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ropewalk.server.cli.options import Command, count, trust_encoding
+from ropewalk.server.cli.options import A_MODEL, Command, count, trust_encoding
 
 EXAMPLES = """\
 Examples:
@@ -38,8 +38,8 @@ Exit status: 0, or 1 when a correct stored entry changed. See also docs/audit.md
     default="tiny",
     type=click.Path(),
     metavar="[MODEL]",
-    help="a Hugging Face directory, a .gguf file, smollm2 or a hub id; the audit needs 8 bytes per "
-    "weight, so choose a small model (default: tiny, a small decoder with random weights)",
+    help=f"{A_MODEL}; the audit needs 8 bytes per weight, so choose a small model (default: tiny, "
+    "a small decoder with random weights)",
 )
 @click.option(
     "--encodings",

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ropewalk.server.cli.encodings import OUTSIDE
-from ropewalk.server.cli.options import Command, Value, count, number, trust_encoding
+from ropewalk.server.cli.options import A_MODEL, Command, Value, count, number, trust_encoding
 from ropewalk.server.config import encoding_option
 
 EXAMPLES = """\
@@ -40,8 +40,8 @@ options.
     "--model",
     type=click.Path(),
     metavar="MODEL",
-    help="explain this checkpoint's encoding, with its own settings and trained weights: a "
-    "directory, a .gguf file or smollm2",
+    help="explain this checkpoint's encoding, with its own settings and trained weights: "
+    f"{A_MODEL}",
 )
 @trust_encoding
 @click.option("--layer", type=count(0, 4096), help="layer of the model to explain (default: 0)")

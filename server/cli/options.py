@@ -202,6 +202,10 @@ TRUST = (
     "encoding outside Ropewalk, as package.module:Class, whose code may run where a checkpoint "
     "names it; repeatable"
 )
+A_MODEL = (
+    "a Hugging Face directory, a .gguf file, smollm2, a hub id owner/name or, for example, "
+    "ropewalk-t5 for one of the bundled models"
+)
 trust_encoding = click.option("--trust-encoding", multiple=True, metavar="NAME", help=TRUST)
 
 
