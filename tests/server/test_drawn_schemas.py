@@ -19,7 +19,10 @@ FREE = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignor
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
-    flags = ("--kv-memory", "3MiB", "--max-seqs", str(AT_ONCE), "--max-queue", "600")
+    # Room for one answer as long as can be, or for six or seven: with more, preemptions depended
+    # on how fast the clients were.
+    flags = ("--kv-memory", "1408KiB", "--max-model-len", "352")
+    flags += ("--max-seqs", str(AT_ONCE), "--max-queue", "600")
     made = Served("ropewalk-rope", folder, *flags, OMP_NUM_THREADS="1")
     yield made
     made.stop()
