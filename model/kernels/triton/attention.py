@@ -20,6 +20,9 @@ from ropewalk.model.encodings.common.rotary import Rotation
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256  # a tile of wider heads would not fit beside its accumulators
 SPLIT = 256  # keys per program for requests of one row
+# Of a launch over splits: several for each multiprocessor, as programs end at different times, and
+# no more, as most of a long request's would have nothing to do in the short ones beside it.
+PROGRAMS = 4096
 SPLITS_AT_ONCE = 16  # splits that `merge` combines at a time
 LEAST = 16  # minimum rows and columns of a matrix product of tiles
 # The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
@@ -27,6 +30,10 @@ LEAST = 16  # minimum rows and columns of a matrix product of tiles
 TILE_BYTES = 16384  # of keys
 ROOMY = 163 * 1024  # bytes of shared memory, as those have; with less, tiles are half as large
 MOST_KEYS = 64
+# Of the loop over keys. Two are spent on the block table, from which addresses follow: with fewer
+# than five, the compiler waits for a tile before it asks for the next. Wide heads leave no room for
+# as many where shared memory is small.
+STAGES, FEW_STAGES = 5, 3
 # Products are added unrounded. Said at every launch, as Triton 3.9 warns where it is not said, and
 # 3.10 will not do it unasked.
 FUSED = {"enable_fp_fusion": True}
@@ -49,7 +56,7 @@ class TritonAttention:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
-        self.tile_bytes = tile_bytes(_shared_memory(spec.device))
+        self.tile_bytes, self.stages = size_of_loop(_shared_memory(spec.device), spec.head_dim)
         # Imported by name, and only here: machines without a GPU have no Triton.
         self.kernels = import_module("ropewalk.model.kernels.triton.attention_kernels")
 
@@ -62,7 +69,7 @@ class TritonAttention:
         rotation: Rotation | None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        constant = self._constant(kv, q) | _of_bias(bias, q) | _of_rotation(rotation, q)
+        constant = self._constant(kv, q, rotation) | _of_bias(bias, q) | _of_rotation(rotation, q)
         if len(batch.context_lens) > 1 or batch.max_query == 1:
             self._single_rows(q, kv, out, batch, constant)
         if batch.max_query > 1:
@@ -79,12 +86,14 @@ class TritonAttention:
         parts = torch.empty(*size, spec.head_dim, dtype=torch.float32, device=q.device)
         maxima = torch.empty(size, dtype=torch.float32, device=q.device)
         sums = torch.empty_like(maxima)
-        tiles = -(-spec.num_heads // (spec.num_kv_heads * LEAST))
-        self.kernels.attend[tiles * spec.num_kv_heads, requests, splits](
-            *(q, *_of_cache(kv), parts, maxima, sums, *_where(batch)),
+        across = -(-spec.num_heads // (spec.num_kv_heads * LEAST)) * spec.num_kv_heads
+        sharing = max(1, min(splits, PROGRAMS // (across * requests)))
+        self.kernels.attend[across, requests, sharing](
+            *(q, *_of_cache(kv), parts, maxima, sums, *_where(batch), requests, splits),
             **given,
             SPLIT=SPLIT,
             QUERIES=LEAST,
+            num_stages=self.stages,
         )
         self.kernels.merge[requests, spec.num_heads](
             *(parts, maxima, sums, out, batch.query_starts, batch.context_lens, splits),
@@ -104,20 +113,24 @@ class TritonAttention:
         spec = self.spec
         # float32 products use no tensor cores and need more registers.
         rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
-        tiles = -(-batch.max_query * (spec.num_heads // spec.num_kv_heads) // rows)
-        self.kernels.attend[tiles * spec.num_kv_heads, len(batch.context_lens)](
-            *(q, *_of_cache(kv), out, out, out, *_where(batch)),
+        requests = len(batch.context_lens)
+        tiles = len(q) * (spec.num_heads // spec.num_kv_heads) // rows + requests
+        self.kernels.attend[(tiles * spec.num_kv_heads,)](
+            *(q, *_of_cache(kv), out, out, out, *_where(batch), requests, 0),
             **given,
             SPLIT=0,
             QUERIES=rows,
+            num_stages=self.stages,
             num_warps=8 if spec.head_dim > 64 else 4,
         )
 
-    def _constant(self, kv: PagedKV, q: Tensor) -> dict[str, Any]:
-        """Kernel arguments that follow from the spec, the cache and the queries."""
+    def _constant(self, kv: PagedKV, q: Tensor, rotation: Rotation | None) -> dict[str, Any]:
+        """Kernel arguments that follow from the spec, the cache, queries and what is rotated."""
         spec = self.spec
         row, head, dim = q.stride()
         width = _padded(spec.head_dim)
+        # Beside keys that are rotated lie as many bytes of cosines and sines.
+        tile = self.tile_bytes if rotation is None else self.tile_bytes // 2
         return {
             "q_row": row,
             "q_head": head,
@@ -130,16 +143,18 @@ class TritonAttention:
             "WINDOW": spec.window or 0,
             "CAUSAL": spec.causal,
             "SCALED": isinstance(kv, Int8LayerKV),
-            "KEYS": max(LEAST, min(MOST_KEYS, self.tile_bytes // (width * q.element_size()))),
+            "KEYS": max(LEAST, min(MOST_KEYS, tile // (width * q.element_size()))),
             "DIMS": width,
             "WIDE": q.device.type == "cpu",
             **FUSED,
         }
 
 
-def tile_bytes(shared: int) -> int:
-    """Bytes of a tile of keys, when a program may use `shared` bytes of shared memory."""
-    return TILE_BYTES if shared >= ROOMY else TILE_BYTES // 2
+def size_of_loop(shared: int, head_dim: int) -> tuple[int, int]:
+    """Bytes of a tile of keys, and stages, for programs that may use `shared` bytes of memory."""
+    roomy = shared >= ROOMY
+    stages = STAGES if roomy or head_dim <= WIDEST_HEAD // 2 else FEW_STAGES
+    return TILE_BYTES if roomy else TILE_BYTES // 2, stages
 
 
 def _shared_memory(device: torch.device) -> int:

@@ -6,8 +6,8 @@ to one request, ordered by token and then by head, so that a group of any size f
 
 A request of one row would keep few programs busy, so its keys are cut into splits of a fixed size
 (independent of the batch, so that other requests do not change how an answer is rounded), and
-`merge` combines their results. Programs skip requests that are not theirs, so that the host need
-not know which requests have how many rows.
+`merge` combines their results. Programs find out on the device which rows and keys are theirs, so
+that the host need not know which requests have how many.
 """
 
 import triton
@@ -18,7 +18,7 @@ STEP = ["positions", "query_starts", "context_lens", "block_tables", "block_base
 
 
 @triton.jit(
-    do_not_specialize=["table_width", "bias_head", "bias_row", "bias_span"],
+    do_not_specialize=["table_width", "requests", "splits", "bias_head", "bias_row", "bias_span"],
     do_not_specialize_on_alignment=STEP,
 )
 def attend(
@@ -36,6 +36,8 @@ def attend(
     block_tables,
     block_bases,
     table_width,  # stride between requests, of both tables
+    requests,
+    splits,  # of the longest request's keys
     q_row,  # strides in elements
     q_head,
     q_dim,
@@ -67,13 +69,20 @@ def attend(
     REST: tl.constexpr,
     WIDE: tl.constexpr,  # multiply as float32, as the interpreter's bfloat16 products are wrong
 ):
-    """Programs: (tiles · KV_HEADS, requests, splits)."""
+    """Programs: with splits (tiles of the heads · KV_HEADS, requests, any number, which share a
+    request's splits), else (tiles of all rows, and one more for each request · KV_HEADS).
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     FACTOR: tl.constexpr = tl.float32 if WIDE else q.dtype.element_ty
     tile = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    request = tl.program_id(1)
-    first_row = tl.load(query_starts + request)
+    if SPLIT:
+        request = tl.program_id(1)
+        first_row = tl.load(query_starts + request)
+    else:
+        request = _request_of(tile, query_starts, requests, GROUP, QUERIES)
+        first_row = tl.load(query_starts + request)
+        tile -= _first_tile(first_row, request, GROUP, QUERIES)
     rows = (tl.load(query_starts + request + 1) - first_row).to(tl.int32)
     context = tl.load(context_lens + request).to(tl.int32)
     if (rows == 1) == (SPLIT == 0):
@@ -90,11 +99,6 @@ def attend(
     if CAUSAL:
         last = tl.minimum((tile * QUERIES + QUERIES - 1) // GROUP, rows - 1)
         end = tl.minimum(end, context - rows + last + 1)
-    if SPLIT:
-        begin = tl.maximum(begin, tl.program_id(2) * SPLIT)
-        end = tl.minimum(end, (tl.program_id(2) + 1) * SPLIT)
-        if begin >= end:
-            return
 
     at = tl.load(positions + first_row + row, mask=live, other=0).to(tl.int32)
     query = q + ((first_row + row) * q_row + head * q_head)[:, None]
@@ -103,8 +107,8 @@ def attend(
     left = pair * 2 if INTERLEAVED else pair
     right = left + (1 if INTERLEAVED else PAIRS)
     beyond = 2 * PAIRS + tl.arange(0, REST)  # unrotated coordinates, where others are rotated
+    inside = live[:, None] & (dim < HEAD_DIM)[None, :]
     if STORAGE == "none":
-        inside = live[:, None] & (dim < HEAD_DIM)[None, :]
         whole = tl.load(query + dim[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
     else:
         query_a, query_b = _rotated(
@@ -116,99 +120,107 @@ def attend(
         )
         query_a, query_b = (query_a * magnitude).to(FACTOR), (query_b * magnitude).to(FACTOR)
         if 2 * PAIRS < HEAD_DIM:
-            inside = live[:, None] & (beyond < HEAD_DIM)[None, :]
-            rest = tl.load(query + beyond[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
+            there = live[:, None] & (beyond < HEAD_DIM)[None, :]
+            rest = tl.load(query + beyond[None, :] * q_dim, mask=there, other=0.0).to(FACTOR)
 
-    maximum = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    found = tl.zeros([QUERIES, DIMS], tl.float32)
-    for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        used = key < end
-        column, offset = key // BLOCK_SIZE, key % BLOCK_SIZE
-        block = tl.load(block_tables + request * table_width + column, mask=used, other=0)
-        base = tl.load(block_bases + request * table_width + column, mask=used, other=0)
-        number = (block * BLOCK_SIZE + offset) * KV_HEADS + kv_head
-        entry = number * HEAD_DIM
-        key_at = base.to(tl.int32) + offset
-
-        stored = keys + entry[None, :]
-        if STORAGE == "none":
-            columns = tl.load(
-                stored + dim[:, None], mask=(dim < HEAD_DIM)[:, None] & used[None, :], other=0.0
-            )
-            scores = tl.dot(whole, columns.to(FACTOR), input_precision="ieee")
-        else:
-            lacking = key_at if STORAGE == "raw" else base.to(tl.int32)
-            key_a, key_b = _rotated(
-                stored + left[:, None],
-                stored + right[:, None],
-                cosines + lacking[None, :] * PAIRS + pair[:, None],
-                sines + lacking[None, :] * PAIRS + pair[:, None],
-                (pair < PAIRS)[:, None] & used[None, :],
-            )
-            scores = tl.dot(query_a, key_a.to(FACTOR), input_precision="ieee")
-            scores += tl.dot(query_b, key_b.to(FACTOR), input_precision="ieee")
-            if 2 * PAIRS < HEAD_DIM:
-                columns = tl.load(
-                    stored + beyond[:, None],
-                    mask=(beyond < HEAD_DIM)[:, None] & used[None, :],
-                    other=0.0,
-                )
-                scores += tl.dot(rest, columns.to(FACTOR), input_precision="ieee")
-        scores *= scale
-        if SCALED:
-            scores *= tl.load(key_scales + number, mask=used, other=0.0)[None, :]
-
-        seen = live[:, None] & used[None, :]
-        gap = index[:, None] - key[None, :]
-        if CAUSAL:
-            seen &= gap >= 0
-        if WINDOW:
-            seen &= gap < WINDOW
-        scores = _biased(
-            scores,
-            bias + head.to(tl.int64)[:, None] * bias_head,  # in 64 bits, as a dense bias is large
-            (first_row + row)[:, None] * bias_row + key[None, :],
-            at[:, None] - key_at[None, :],
-            key_at[None, :],
-            seen,
-            bias_span,
-            bias_zero,
-            BIAS,
-        )
-        scores = tl.where(seen, scores, float("-inf"))
-
-        higher = tl.maximum(maximum, tl.max(scores, axis=1))
-        # Where nothing was seen yet, -inf minus -inf would be NaN.
-        reference = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp(scores - reference[:, None])
-        kept = tl.exp(maximum - reference)
-        rows_of_values = tl.load(
-            values + entry[:, None] + dim[None, :],
-            mask=used[:, None] & (dim < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        found *= kept[:, None]
-        if SCALED:
-            # Values are scaled, not weights: a scaled weight may underflow in float16.
-            scales = tl.load(value_scales + number, mask=used, other=0.0)
-            rows_of_values = rows_of_values.to(tl.float32) * scales[:, None]
-        found += tl.dot(weights.to(FACTOR), rows_of_values.to(FACTOR), input_precision="ieee")
-        total = total * kept + tl.sum(weights, axis=1)
-        maximum = higher
-
-    inside = live[:, None] & (dim < HEAD_DIM)[None, :]
+    first, last = 0, 1
     if SPLIT:
-        part = (request.to(tl.int64) * HEADS + head) * tl.num_programs(2) + tl.program_id(2)
-        tl.store(maxima + part, maximum, mask=live)
-        tl.store(sums + part, total, mask=live)
-        tl.store(out + part[:, None] * HEAD_DIM + dim[None, :], found, mask=inside)
-    else:
-        found /= tl.where(total == 0.0, 1.0, total)[:, None]
-        entry = (first_row + row) * HEADS + head
-        place = out + entry[:, None] * HEAD_DIM + dim[None, :]
-        tl.store(place, found.to(out.dtype.element_ty), mask=inside)
+        first, last = begin // SPLIT, tl.cdiv(end, SPLIT)
+    for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
+        from_key, to_key = begin, end
+        if SPLIT:
+            from_key = tl.maximum(begin, split * SPLIT)
+            to_key = tl.minimum(end, (split + 1) * SPLIT)
+        maximum = tl.full([QUERIES], float("-inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        found = tl.zeros([QUERIES, DIMS], tl.float32)
+        for start in range(from_key, to_key, KEYS):
+            key = start + tl.arange(0, KEYS)
+            used = key < to_key
+            column, offset = key // BLOCK_SIZE, key % BLOCK_SIZE
+            block = tl.load(block_tables + request * table_width + column, mask=used, other=0)
+            base = tl.load(block_bases + request * table_width + column, mask=used, other=0)
+            number = (block * BLOCK_SIZE + offset) * KV_HEADS + kv_head
+            entry = number * HEAD_DIM
+            key_at = base.to(tl.int32) + offset
+
+            stored = keys + entry[None, :]
+            if STORAGE == "none":
+                columns = tl.load(
+                    stored + dim[:, None], mask=(dim < HEAD_DIM)[:, None] & used[None, :], other=0.0
+                )
+                scores = tl.dot(whole, columns.to(FACTOR), input_precision="ieee")
+            else:
+                lacking = key_at if STORAGE == "raw" else base.to(tl.int32)
+                key_a, key_b = _rotated(
+                    stored + left[:, None],
+                    stored + right[:, None],
+                    cosines + lacking[None, :] * PAIRS + pair[:, None],
+                    sines + lacking[None, :] * PAIRS + pair[:, None],
+                    (pair < PAIRS)[:, None] & used[None, :],
+                )
+                scores = tl.dot(query_a, key_a.to(FACTOR), input_precision="ieee")
+                scores += tl.dot(query_b, key_b.to(FACTOR), input_precision="ieee")
+                if 2 * PAIRS < HEAD_DIM:
+                    columns = tl.load(
+                        stored + beyond[:, None],
+                        mask=(beyond < HEAD_DIM)[:, None] & used[None, :],
+                        other=0.0,
+                    )
+                    scores += tl.dot(rest, columns.to(FACTOR), input_precision="ieee")
+            scores *= scale
+            if SCALED:
+                scores *= tl.load(key_scales + number, mask=used, other=0.0)[None, :]
+
+            seen = live[:, None] & used[None, :]
+            gap = index[:, None] - key[None, :]
+            if CAUSAL:
+                seen &= gap >= 0
+            if WINDOW:
+                seen &= gap < WINDOW
+            scores = _biased(
+                scores,
+                bias
+                + head.to(tl.int64)[:, None] * bias_head,  # in 64 bits, as a dense bias is large
+                (first_row + row)[:, None] * bias_row + key[None, :],
+                at[:, None] - key_at[None, :],
+                key_at[None, :],
+                seen,
+                bias_span,
+                bias_zero,
+                BIAS,
+            )
+            scores = tl.where(seen, scores, float("-inf"))
+
+            higher = tl.maximum(maximum, tl.max(scores, axis=1))
+            # Where nothing was seen yet, -inf minus -inf would be NaN.
+            reference = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp(scores - reference[:, None])
+            kept = tl.exp(maximum - reference)
+            rows_of_values = tl.load(
+                values + entry[:, None] + dim[None, :],
+                mask=used[:, None] & (dim < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            found *= kept[:, None]
+            if SCALED:
+                # Values are scaled, not weights: a scaled weight may underflow in float16.
+                scales = tl.load(value_scales + number, mask=used, other=0.0)
+                rows_of_values = rows_of_values.to(tl.float32) * scales[:, None]
+            found += tl.dot(weights.to(FACTOR), rows_of_values.to(FACTOR), input_precision="ieee")
+            total = total * kept + tl.sum(weights, axis=1)
+            maximum = higher
+
+        if SPLIT:
+            part = (request.to(tl.int64) * HEADS + head) * splits + split
+            tl.store(maxima + part, maximum, mask=live)
+            tl.store(sums + part, total, mask=live)
+            tl.store(out + part[:, None] * HEAD_DIM + dim[None, :], found, mask=inside)
+        else:
+            found /= tl.where(total == 0.0, 1.0, total)[:, None]
+            entry = (first_row + row) * HEADS + head
+            place = out + entry[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(place, found.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -250,7 +262,8 @@ def merge(
         part = first_part + split
         part_maximum = tl.load(maxima + part, mask=used, other=float("-inf"))
         higher = tl.maximum(maximum, tl.max(part_maximum, axis=0))
-        weights, kept = tl.exp(part_maximum - higher), tl.exp(maximum - higher)
+        reference = tl.where(higher == float("-inf"), 0.0, higher)  # as in `attend`
+        weights, kept = tl.exp(part_maximum - reference), tl.exp(maximum - reference)
         part_sums = tl.load(sums + part, mask=used, other=0.0)
         inside = used[:, None] & (dim < HEAD_DIM)[None, :]
         rows = tl.load(parts + part[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
@@ -260,6 +273,23 @@ def merge(
     found /= tl.where(total == 0.0, 1.0, total)
     place = out + (row * HEADS + head) * HEAD_DIM + dim
     tl.store(place, found.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit
+def _request_of(tile, query_starts, requests, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """The request whose rows are a tile's: the last whose tiles begin with it or before."""
+    low, high = 0, requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = _first_tile(tl.load(query_starts + middle), middle, GROUP, QUERIES)
+        low, high = tl.where(begins <= tile, middle, low), tl.where(begins <= tile, high, middle)
+    return low
+
+
+@triton.jit
+def _first_tile(first_row, request, GROUP: tl.constexpr, QUERIES: tl.constexpr):
+    """Of a request's rows; one to spare for each before it, as none shares a tile with another."""
+    return (first_row * GROUP // QUERIES).to(tl.int32) + request
 
 
 @triton.jit

@@ -9,13 +9,14 @@ import torch
 
 from ropewalk.cache.kv import LayerKV
 from ropewalk.cache.types import KeyStorage
-from ropewalk.model.attention.base import choose
+from ropewalk.model.attention.base import DenseBias, choose
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import LinearBias, TableBias
 from ropewalk.model.encodings.common.rope_scaling import scaling_from
 from ropewalk.model.kernels.backends import all_backends
-from ropewalk.model.kernels.triton.attention import SPLIT, TritonAttention
+from ropewalk.model.kernels.triton import attention
+from ropewalk.model.kernels.triton.attention import SPLIT, SPLITS_AT_ONCE, TritonAttention
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import TOLERANCE, expected, in_order, made, placed, stored
 from tests.model.attention.triton_here import DEVICE, TritonHere, moved
@@ -60,6 +61,30 @@ def test_a_long_request_of_one_row_is_split_and_merged(window):
     given = spec(2, 1, 16, window=window)
     # Of keys, so that those far back count as much as the last.
     assert error(given, 3, LONG, 16) < ROUNDING
+
+
+def test_programs_share_the_splits_of_a_request(monkeypatch):
+    monkeypatch.setattr(attention, "PROGRAMS", 12)  # of two key heads and three requests
+    assert error(spec(6, 2, 16), 3, LONG, 16) < ROUNDING
+
+
+def test_keys_that_are_not_seen_may_fill_splits():
+    """As many as `merge` combines at a time."""
+    given, unseen = spec(2, 1, 16), SPLIT * (SPLITS_AT_ONCE + 1)
+    q, kv, batch = problem(given, 16, [(unseen + 9, 1)])
+    bias = DenseBias(torch.zeros(2, 1, batch.max_context))
+    bias.values[..., :unseen] = -torch.inf
+    exact = ReferenceAttention(given)(q, kv, batch, bias, None)
+    torch.testing.assert_close(TritonHere(given)(q, kv, batch, bias, None), exact)
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (20, 1)])
+def test_tiles_of_rows_find_their_requests(heads):
+    lengths = [(3, 31), (8, 0), (0, 64), (5, 1), (2, 33), (9, 0), (1, 2), (0, 1), (4, 95), (7, 1)]
+    given = spec(*heads, 16)
+    assert error(given, 3, [(0, 70)], 16) < ROUNDING
+    assert error(given, 3, lengths, 16) < ROUNDING
+    assert error(given, 3, lengths[::-1], 16) < ROUNDING
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

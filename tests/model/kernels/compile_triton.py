@@ -20,7 +20,7 @@ from ropewalk.model.kernels.triton import (
     linear_kernels,
     store_kernels,
 )
-from ropewalk.model.kernels.triton.attention import TritonAttention, tile_bytes
+from ropewalk.model.kernels.triton.attention import TritonAttention, size_of_loop
 from ropewalk.model.kernels.triton.launches import TritonGate, TritonLinear, TritonNorm, TritonStore
 from ropewalk.model.layers.executor import ACTIVATIONS
 from ropewalk.model.program import Norm
@@ -38,7 +38,7 @@ def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
     q, kv, batch = problem(given, 16, [(30, 1), (0, 9)])
     kv = rounded(kv) if in_8_bits else kv
     attend = TritonAttention(given)
-    attend.tile_bytes = tile_bytes(int(shared))
+    attend.tile_bytes, attend.stages = size_of_loop(int(shared), head_dim)
     attend.kernels = on_gpu(attention_kernels, "attend", "merge")
     rope = made(KeyStorage(storage), dtype, width=head_dim)
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
