@@ -71,7 +71,7 @@ class LimitOptions:
     """Per model."""
 
     max_seqs: int
-    max_step_tokens: int
+    max_step_tokens: int | None  # None: by device
     max_queue: int
     max_queue_time: float  # seconds
 
@@ -372,7 +372,7 @@ def _check(config: ServerConfig) -> None:
             "--no-prefix-sharing; leave one of the two out"
         )
     limits = config.limits
-    if limits.max_step_tokens < limits.max_seqs:
+    if limits.max_step_tokens is not None and limits.max_step_tokens < limits.max_seqs:
         raise UsageError(
             f"--max-step-tokens {limits.max_step_tokens} is less than --max-seqs "
             f"{limits.max_seqs}, but each running sequence needs one token per step; raise the "

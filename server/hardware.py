@@ -78,6 +78,11 @@ def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16_arithmetic() else torch.float32
 
 
+def num_step_tokens(wanted: int | None, max_seqs: int, device: torch.device) -> int:
+    """`wanted`, else more on a GPU, which computes 512 tokens sooner than they are launched."""
+    return wanted or max(max_seqs, 2048 if device.type == "cuda" else 512)
+
+
 def device_name(device: torch.device) -> str:
     """For people: "cpu, 2 threads", or which GPU."""
     if device.type == "cuda":

@@ -117,6 +117,8 @@ def parser() -> argparse.ArgumentParser:
     )
     shapes = f"some of {', '.join(SHAPES)} (default: smollm2,llama-1b)"
     add(options, "--shapes A,B", _shapes, ("smollm2", "llama-1b"), shapes)
+    systems = f"some of {OWN},{PEER} (default: both)"
+    add(options, "--systems A,B", _systems, (OWN, PEER), systems)
     batches = "requests in a batch (default: 1,8,64,256)"
     add(options, "--batches N,...", counts, (1, 8, 64, 256), batches)
     contexts = "tokens of each request (default: 512,4k,16k)"
@@ -143,6 +145,14 @@ def _shapes(text: str) -> tuple[str, ...]:
     return names
 
 
+def _systems(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in (OWN, PEER):
+            raise argparse.ArgumentTypeError(f"{name!r} is no system; use {OWN}, {PEER}")
+    return names
+
+
 def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
     device, dtype, clock = place_of(args)
     name = args.out or (None if device.type == "cpu" else str(RESULTS / _named(device)))
@@ -150,8 +160,9 @@ def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
     if args.commit:
         head["environment"]["commit"] = args.commit
     progress = Progress(sys.stderr)
-    progress.schedule(len(WEIGHTS) * len(args.shapes))
-    purse = Purse(Budget(args.seconds), sum(WEIGHTS.values()) * len(args.shapes))
+    weights = [weight for (system, _), weight in WEIGHTS.items() if system in args.systems]
+    progress.schedule(len(weights) * len(args.shapes))
+    purse = Purse(Budget(args.seconds), sum(weights) * len(args.shapes))
     progress.start("copies and products")
     best = ceiling(device, dtype, clock)
     setting = Setting(device, dtype, clock, args.seed, args.rounds, best)
@@ -194,7 +205,8 @@ class _Check:
                 reason = f"{needed} MB of keys and values, and room for {there}"
                 yield LeftOut("decoding", "all", shape, cell, reason)
             systems = {OWN: self._own, PEER: self._peer}
-            for name, system in systems.items() if cells else ():
+            for name in self.args.systems if cells else ():
+                system = systems[name]
                 yield from self._tried("everything", name, shape, partial(system, shape, cells))
 
     def _own(self, shape: str, cells: Sequence[Cell]) -> Iterator[Found]:

@@ -14,7 +14,8 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import create
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.server.engine.assemble import Wired, wired
+from ropewalk.model.weights.checksums import Seals
+from ropewalk.server.engine.assemble import Wired, sums_by, wired
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Limits
@@ -59,6 +60,7 @@ def decoding(
         Limits(requests, requests * longest, longest, max_queue=requests),
         PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
         kernels,
+        weights=Seals(decoder.fixed_tensors(), sums_by(kernels)),
         ahead=ahead,
     )
     draw = random.Random(0)

@@ -262,8 +262,8 @@ SETTINGS: tuple[Variable, ...] = (
         "--max-step-tokens",
         "most tokens computed in one step; longer prompts are split into chunks of this size, or "
         "of twice this size while a server with one model has no other request",
-        count(1, 1 << 20),
-        512,
+        auto(count(1, 1 << 20)),
+        shown="auto, 512 (on a GPU 2048), or --max-seqs if that is more",
     ),
     _limits(
         "--max-queue",

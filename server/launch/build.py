@@ -341,7 +341,9 @@ def _complete(
     parity = check_parity(model.decoder, shape, kv, context)
     limits = Limits(
         max_seqs=config.limits.max_seqs,
-        max_step_tokens=config.limits.max_step_tokens,
+        max_step_tokens=hardware.num_step_tokens(
+            config.limits.max_step_tokens, config.limits.max_seqs, device
+        ),
         max_context=context,
         max_queue=config.limits.max_queue,
         # Larger steps are faster, and a lone request delays no other; but several models take

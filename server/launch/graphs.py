@@ -50,6 +50,8 @@ def record_graphs(
             name,
         )
         return otherwise
+    except torch.AcceleratorError:
+        raise  # the device is lost
     except RuntimeError as error:  # torch raises it when out of memory, and for much else
         log.warning(
             "serving %s without CUDA graphs, which is slower when steps are short: %s", name, error

@@ -153,6 +153,14 @@ def test_a_run_that_is_cut_short_leaves_what_it_had(alone, monkeypatch, tmp_path
     assert "|tiny|2|64|" in capsys.readouterr().out
 
 
+def test_one_system_alone(capsys):
+    assert main([*TINY, "--systems", "ropewalk"]) == 0
+    assert "transformers," not in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main([*TINY, "--systems", "other"])
+    assert "'other' is no system" in capsys.readouterr().err
+
+
 def test_a_shape_that_is_none(capsys):
     with pytest.raises(SystemExit):
         main(["--shapes", "tiny,no"])

@@ -140,7 +140,9 @@ def test_a_slow_op_is_its_part(compute, part, count, monkeypatch):
 def test_what_executors_do_not_tell_of_is_the_rest(kernels):
     clock = Clock()
     decoder = on_kernels(tiny("rope", dtype=torch.float32), kernels)
-    decoder.executor = clock.late(decoder.executor)
+    late = clock.late(decoder.executor)
+    late.fixed_tensors = decoder.executor.fixed_tensors
+    decoder.executor = late
     found = times(decoder, clock=lambda: clock.now, kernels=kernels).parts
     told = (NORM, LINEAR, POSITION, STORE, ATTENTION, RESIDUAL, EMBEDDING, HEAD)
     assert sum(found[part] for part in (DECODER, *told)) == pytest.approx(1)

@@ -89,6 +89,22 @@ def test_large_weights_take_no_more_steps(monkeypatch):
     assert STEPS - PORTIONS >= checksums.TOGETHER
 
 
+def test_neighbours_in_a_tensor_are_summed_at_once(monkeypatch):
+    monkeypatch.setattr(checksums, "CHUNK", 64)
+    monkeypatch.setattr(checksums, "START", 64)
+    counts = []
+
+    def sums(stored, blocks, multipliers):
+        counts.append(len(blocks))
+        return fold_sums(stored, blocks, multipliers)
+
+    sealed = Seals({"it": torch.zeros(64 * 100 + 3, dtype=torch.uint8)}, sums)
+    assert sealed.portions > 10
+    counts.clear()
+    assert found(sealed) == []
+    assert counts == [100, 1]
+
+
 def test_nothing_and_empty_tensors_are_sound():
     assert Seals({}).verify() == (0, ())
     assert Seals({"empty": torch.empty(0, 4)}).verify(64) == (0, ())

@@ -50,7 +50,7 @@ def test_defaults() -> None:
     assert (plain.host, plain.port) == ("127.0.0.1", 8000)
     assert plain.http.api_keys == frozenset()
     assert (plain.http.request_timeout_s, plain.drain_timeout_s) == (300, 30)
-    assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, 512)
+    assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, None)
     assert plain.cache.block_size == 16
     assert plain.cache.prefix_sharing
     assert plain.cache.kv_memory is plain.cache.kv_dtype is None

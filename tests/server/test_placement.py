@@ -205,3 +205,16 @@ def test_a_gpu_gets_freed_memory_back_if_it_is_in_use(monkeypatch, used):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     hardware.return_freed_memory()
     assert len(emptied) == used
+
+
+@pytest.mark.parametrize(
+    ("wanted", "max_seqs", "device", "tokens"),
+    [
+        (None, 64, "cpu", 512),
+        (None, 64, "cuda", 2048),
+        (None, 3000, "cuda", 3000),
+        (99, 64, "cuda", 99),
+    ],
+)
+def test_a_gpu_computes_more_tokens_in_a_step(wanted, max_seqs, device, tokens):
+    assert hardware.num_step_tokens(wanted, max_seqs, torch.device(device)) == tokens

@@ -26,8 +26,16 @@ class CudaGraphs:
         First a normal call: compilation and setup must not happen during recording. Then one in
         which waiting for the device is an error: a recording that waited would leave the device's
         memory in disorder. Only if alone, as it would be an error in every thread. Raises
-        RuntimeError for that, and whatever `compute` raises.
+        RuntimeError for that and for what cannot be recorded, torch.AcceleratorError if the device
+        is lost, and whatever `compute` raises.
         """
+        try:
+            return self._recorded(compute)
+        except torch.AcceleratorError as error:
+            torch.cuda.synchronize(self._device)  # which fails, too, if the device is lost
+            raise RuntimeError(f"this cannot be recorded: {error}") from error
+
+    def _recorded(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             compute()

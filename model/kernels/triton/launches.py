@@ -20,8 +20,7 @@ from ropewalk.model.weights.quantize import Int8
 # Which of these numbers are fastest has not been measured.
 HEADS_AT_ONCE = 8  # per program
 GATES_AT_ONCE = 1024
-FEW_ROWS = 8  # with more, linear layers are torch's
-ROWS = 16  # of a tile, the least that a product of tiles has
+FEW_ROWS = 16  # the least that a product of tiles has; with more, linear layers are torch's
 WEIGHTS_AT_ONCE = 256  # of each output
 OUTPUTS_AT_ONCE = 16  # or twice as many, if that leaves at least MANY_PROGRAMS; gated, of each half
 MANY_PROGRAMS = 1024
@@ -147,7 +146,7 @@ class TritonLinear:
         gated: bool = False,
         added: Tensor | None = None,
     ) -> Tensor:
-        """added + activation(linear(norm(x))), for at most ROWS of x [rows, inputs].
+        """added + activation(linear(norm(x))), for at most FEW_ROWS of x [rows, inputs].
 
         Gated, the activation is that of the first half of the outputs, times the other half.
         """
@@ -174,10 +173,11 @@ class TritonLinear:
             GATED=gated,
             ACTIVATION=activation or "none",
             ADDS=added is not None,
-            ROWS=ROWS,
+            ROWS=FEW_ROWS,
             TILE_IN=WEIGHTS_AT_ONCE // (2 if x.dtype is torch.float32 else 1),
             TILE_OUT=tile,
             WIDE=x.device.type == "cpu",
+            num_warps=tile // 8,  # that many columns are a warp's least; more warps repeat its work
             num_stages=4 if scale is None else 6,  # tiles on their way: as many bytes of each kind
             **FUSED,
         )

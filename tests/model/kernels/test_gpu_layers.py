@@ -158,7 +158,7 @@ def test_encoder_decoders(tmp_path):
         plain = encoder_decoders.loaded(checkpoint, backend=ReferenceAttention, device=DEVICE)
         for decoder in (plain, on_triton(plain)):
             take = encoder_decoders.allocator(torch.Generator().manual_seed(0))
-            request = encoder_decoders.Answering([5, 6, 7] * 5, range(14), take)
+            request = encoder_decoders.Answering([5, 6, 7] * 6, range(22), take)
             kv = encoder_decoders.new_cache(decoder)
             for count in (FEW_ROWS + 2, 2, 1):
                 logits += encoder_decoders.step(decoder, [(request, count)], kv)
