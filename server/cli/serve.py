@@ -148,7 +148,7 @@ SETTINGS: tuple[Variable, ...] = (
         "--quantize",
         "int8: weights of linear layers in 8 bits, half the size of bfloat16 in memory and, on a "
         "CPU, in memory traffic (two thirds where the CPU multiplies bfloat16; on a GPU only in "
-        "steps of up to 8 tokens, and not in float16); a CPU with AVX2 also rounds activations to "
+        "steps of up to 16 tokens, and not in float16); a CPU with AVX2 also rounds activations to "
         "8 bits, which speeds up prefill and steps with many requests; answers change a little. "
         "int4, only on such a CPU: 4 bits for layers that the file stores in 4 bits (GGUF's Q4_0, "
         "Q4_1, Q4_K), with no further loss, and int8 for the others",
