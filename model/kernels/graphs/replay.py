@@ -17,6 +17,9 @@ from ropewalk.model.batch import Cross, ForwardBatch
 from ropewalk.model.decoder import Forward
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
+# Tokens of a bucket's requests, for each of the cache: one long request may be among many short
+# ones. What their kernels need for a token is about a thousandth of its keys and values.
+CROWDED = 8
 
 Compute = Callable[[], Tensor]
 Record = Callable[[Compute], Compute]  # returns a replay of its argument's work
@@ -117,9 +120,9 @@ def buckets(kv: KVCache, max_seqs: int, max_context: int, *, encoded: bool = Fal
     """Largest first, so that later recordings fit into the memory of the first.
 
     Powers of two of requests by powers of four of tokens. Combinations whose contexts exceed the
-    cache are left out: their kernels need more memory than such steps are worth.
+    cache too far are left out: their kernels need more memory than such steps are worth.
     """
-    room = max(kv.blocks * kv.block_size, max_seqs * SHORTEST)
+    room = max(CROWDED * kv.blocks * kv.block_size, max_seqs * SHORTEST)
     sizes = [
         (requests, context)
         for requests in _steps(1, 2, max_seqs)
