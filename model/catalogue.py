@@ -212,17 +212,14 @@ def example(
         raise
     except Exception as error:  # foreign code may raise anything, and so may a wrong option
         told = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        package, _, file = kind.__module__.rpartition(".")
+        own = package == PositionalEncoding.__module__.rpartition(".")[0]
+        name = file if own else kind.__name__
+        hint = "" if own else "; docs/encodings.md says what a class must keep to"
         raise EncodingError(
-            f"{_called(kind)} cannot be made{told and f' with {told}'} ({where(error)}); "
-            "docs/encodings.md says what a class must keep to."
+            f"{name} cannot be made{told and f' with {told}'} ({where(error)}){hint}."
         ) from error
     return encoding
-
-
-def _called(kind: type[PositionalEncoding]) -> str:
-    """Its file for an encoding of this project, else its class."""
-    package, _, file = kind.__module__.rpartition(".")
-    return file if package == PositionalEncoding.__module__.rpartition(".")[0] else kind.__name__
 
 
 def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:

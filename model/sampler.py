@@ -23,6 +23,7 @@ from ropewalk.model.kernels.cpu.bindings import SUFFIXES, Kernels
 from ropewalk.model.sampling import Ask, Picked
 
 FIRST_CANDIDATES = 64
+SCORED_AT_ONCE = 512  # rows of a prompt; each takes room for its vocabulary, twice, in float32
 WIDER = 8  # factor on candidates when those did not hold all that top_p and min_p keep
 
 K = TypeVar("K", bound=Hashable)
@@ -296,6 +297,11 @@ def token_scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
     Per row: its largest logit, the token's log-probability, the `count` most likely tokens, best
     first, and their log-probabilities.
     """
+    parts = zip(torch.split(rows, SCORED_AT_ONCE), torch.split(tokens, SCORED_AT_ONCE), strict=True)
+    return torch.cat([_scores(some, chosen, count) for some, chosen in parts])
+
+
+def _scores(rows: Tensor, tokens: Tensor, count: int) -> Tensor:
     logprobs = rows.float().log_softmax(dim=-1)
     values, best = logprobs.topk(count)
     own = logprobs.gather(1, tokens[:, None])

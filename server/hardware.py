@@ -79,7 +79,7 @@ def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
 
 
 def num_step_tokens(wanted: int | None, max_seqs: int, device: torch.device) -> int:
-    """`wanted`, else more on a GPU, which computes 512 tokens sooner than they are launched."""
+    """`wanted`, else more on a GPU: a small model computes 512 there sooner than it launches."""
     return wanted or max(max_seqs, 2048 if device.type == "cuda" else 512)
 
 

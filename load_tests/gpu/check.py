@@ -132,7 +132,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--out",
         metavar="NAME",
-        help="write NAME.json (default: load_tests/results/gpu-DEVICE on a GPU, none on a CPU)",
+        help="write NAME.json (default: load_tests/results/gpu-DEVICE on a GPU, with the "
+        "system if it is one alone; none on a CPU)",
     )
     return options
 
@@ -146,7 +147,7 @@ def _shapes(text: str) -> tuple[str, ...]:
 
 
 def _systems(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
+    names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in (OWN, PEER):
             raise argparse.ArgumentTypeError(f"{name!r} is no system; use {OWN}, {PEER}")
@@ -155,7 +156,9 @@ def _systems(text: str) -> tuple[str, ...]:
 
 def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
     device, dtype, clock = place_of(args)
-    name = args.out or (None if device.type == "cpu" else str(RESULTS / _named(device)))
+    name = args.out
+    if name is None and device.type != "cpu":
+        name = str(RESULTS / _named(device, args.systems))
     head = heading("gpu check", words, args) | {"versions": _versions()}
     if args.commit:
         head["environment"]["commit"] = args.commit
@@ -276,10 +279,11 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _named(device: torch.device) -> str:
-    """gpu-nvidia-h200."""
+def _named(device: torch.device, systems: Sequence[str]) -> str:
+    """gpu-nvidia-h200; of one system alone, with its name."""
     name = torch.cuda.get_device_name(device).lower()
-    return f"gpu-{re.sub('[^a-z0-9]+', '-', name).strip('-')}"
+    alone = [] if len(systems) > 1 else systems
+    return "-".join(["gpu", re.sub("[^a-z0-9]+", "-", name).strip("-"), *alone])
 
 
 if __name__ == "__main__":

@@ -219,7 +219,7 @@ def _report(taken: list[dict[str, float]], words: Sequence[str], args: argparse.
     print(table(seconds, faster))
     if args.out:
         content = {
-            name: {"median": median(each), "low": min(each), "high": max(each)}
+            name: {"median": median(each), "least": min(each), "most": max(each)}
             for name, each in seconds.items()
         }
         write(args.out, "spill cost", words, args, {"seconds": content, "samples": taken})

@@ -256,13 +256,17 @@ def _machines(before: Result, after: Result) -> Iterator[str]:
 
 
 def _others(before: Result, after: Result) -> Iterator[str]:
-    """Arguments that differ, of those that both have: `--prompt-tokens 128 and 256`."""
+    """Arguments that count and differ, of those that both have: `--prompt-tokens 128 and 256`."""
+    kinds = {run.profile.kind for result in (before, after) for run in result.runs}
+    idle = {"requests_per_worker"} if kinds.isdisjoint(("sync", "closed")) else set()
+    idle |= {"arrivals"} if kinds <= {"sync", "closed"} else set()
     for name in _ALIKE:
-        if name in before.arguments and name in after.arguments:
-            old, new = before.arguments[name], after.arguments[name]
-            # The path of a shape is an address: the same file may lie elsewhere.
-            if old != new and not (_is_path(old) and _is_path(new)):
-                yield f"--{name.replace('_', '-')} {old} and {new}"
+        old, new = before.arguments.get(name), after.arguments.get(name)
+        # What one leaves to the default may be what the other says, and the path of a shape is an
+        # address: the same file may lie elsewhere.
+        same = old == new or None in (old, new) or (_is_path(old) and _is_path(new))
+        if not same and name not in idle:
+            yield f"--{name.replace('_', '-')} {old} and {new}"
 
 
 def _is_path(serve: object) -> bool:

@@ -351,7 +351,8 @@ def _parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="scripts/soak",
         description=__doc__,
-        epilog="Exit status: 0 when nothing is wrong, 1 when something is, which is printed.",
+        epilog="Exit status: 0 when nothing is wrong, 1 when something is, which is printed, 2 "
+        "when the server does not start.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("models", nargs="*", default=MODELS, help="as `ropewalk serve` takes them")

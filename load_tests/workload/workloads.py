@@ -152,7 +152,7 @@ def _longctx_points(sizes: Sizes) -> list[Point]:
 def _longctx(draft: Draft) -> list[Request]:
     """Requests that end at the point's context: their last steps are what is measured.
 
-    One at a time, one is enough; with more, the first wave is the warm-up of a closed loop.
+    Under sync, one is enough; with workers, the first wave is the warm-up of a closed loop.
     """
     assert draft.point.context is not None
     length = draft.point.context - STEP_OUTPUT_TOKENS

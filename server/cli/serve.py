@@ -260,8 +260,8 @@ SETTINGS: tuple[Variable, ...] = (
     _limits("--max-seqs", "most sequences computed in one step", count(1, 4096), 64),
     _limits(
         "--max-step-tokens",
-        "most tokens computed in one step; longer prompts are split into chunks of this size, or "
-        "of twice this size while a server with one model has no other request",
+        "most tokens computed in one step; longer prompts are split into chunks of this size, or, "
+        "on a CPU, of twice this size while a server with one model has no other request",
         auto(count(1, 1 << 20)),
         shown="auto, 512 (on a GPU 2048), or --max-seqs if that is more",
     ),

@@ -347,8 +347,8 @@ def _complete(
         max_context=context,
         max_queue=config.limits.max_queue,
         # Larger steps are faster, and a lone request delays no other; but several models take
-        # turns step by step.
-        lone_factor=LONE_FACTOR if config.max_models == 1 else 1,
+        # turns step by step, and a GPU's steps are large.
+        lone_factor=LONE_FACTOR if config.max_models == 1 and device.type == "cpu" else 1,
         max_queue_s=config.limits.max_queue_time,
         several_clients=len(config.http.api_keys) > 1,
     )

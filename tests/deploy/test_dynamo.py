@@ -127,6 +127,7 @@ def test_a_worker_answers_as_a_server_does_and_is_found(worker):
     }
     assert len(left) < 100  # of some 470 tokens
     assert [type(each) for each in refused] == [InvalidArgument] * len(IMPOSSIBLE)
+    assert registered.llm.max_num_batched_tokens == 512
     assert (config.namespace, config.model_name) == ("n", "/t")
     assert (registered.served_model_name, registered.llm.context_length) == ("ropewalk-rope", 512)
     assert registered.llm.kv_cache_block_size == 16 and registered.llm.total_kv_blocks > 32

@@ -126,6 +126,9 @@ def with_arguments(**arguments):
         ({"serve": "shape:a/config.json"}, {"serve": "shape:b/config.json"}, None),
         ({"base_url": ["http://a:1"]}, {"base_url": ["http://b:2"]}, None),
         ({"prompt_tokens": 128}, {}, None),  # a file of before
+        ({"context": None}, {"context": 2048}, None),  # what the first had by default
+        ({"arrivals": 32}, {"arrivals": 64}, None),  # of loads that this test has none of
+        ({"requests_per_worker": 2}, {"requests_per_worker": 4}, "--requests-per-worker 2 and 4"),
     ],
 )
 def test_results_of_different_tests_never_pass(compare, arguments, others, told):

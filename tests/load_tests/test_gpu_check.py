@@ -169,7 +169,8 @@ def test_a_shape_that_is_none(capsys):
 
 def test_the_file_is_named_after_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 (x)")
-    assert check._named(torch.device("cuda")) == "gpu-nvidia-h200-x"
+    assert check._named(torch.device("cuda"), ["a", "b"]) == "gpu-nvidia-h200-x"
+    assert check._named(torch.device("cuda"), ["a"]) == "gpu-nvidia-h200-x-a"
 
 
 def test_the_script_says_that_there_is_no_gpu(tmp_path):

@@ -24,7 +24,7 @@ def test_measures_prints_and_writes(tmp_path, capsys):
     assert [list(each) for each in found["samples"]] == [names] * 2
     assert all(seconds > 0 for each in found["samples"] for seconds in each.values())
     one, two = (each[COMPUTED] for each in found["samples"])
-    assert found["seconds"][COMPUTED]["low"] == min(one, two)
+    assert found["seconds"][COMPUTED]["least"] == min(one, two)
     assert "clock" not in found["environment"] and "clock" not in found["arguments"]
 
 

@@ -8,6 +8,7 @@ import torch
 
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.executor import CpuExecutor
+from ropewalk.model.kernels.graphs import cuda_graph
 from ropewalk.model.kernels.graphs.replay import ReplayedDecoder
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.launch import graphs
@@ -118,6 +119,30 @@ def test_steps_of_an_encoder_decoder_are_recorded(tmp_path, monkeypatch):
     over = made(decoder, warm_cache(decoder))
     assert isinstance(over, ReplayedDecoder)
     assert all(bucket.batch.cross is not None for bucket, _ in over._recorded)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_cannot_be_recorded_is_no_lost_device(lost, monkeypatch):
+    def refuse(*_):
+        raise torch.AcceleratorError("not permitted")
+
+    recording = cuda_graph.CudaGraphs.__new__(cuda_graph.CudaGraphs)
+    recording._device = torch.device("cuda")
+    monkeypatch.setattr(cuda_graph.CudaGraphs, "_recorded", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse if lost else lambda device: None)
+    with pytest.raises(RuntimeError) as raised:
+        recording(lambda: None)
+    assert isinstance(raised.value, torch.AcceleratorError) == lost
+
+
+def test_nothing_is_served_by_a_device_that_is_lost(monkeypatch):
+    def refuse(*_):
+        raise torch.AcceleratorError("lost")
+
+    decoder = on_triton(tiny("nope", SdpaAttention), monkeypatch)
+    monkeypatch.setattr(Recorded, "__call__", refuse)
+    with pytest.raises(torch.AcceleratorError):
+        made(decoder, warm_cache(decoder))
 
 
 def test_a_device_that_records_nothing_serves_all_the_same(monkeypatch, caplog):

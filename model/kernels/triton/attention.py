@@ -19,10 +19,10 @@ from ropewalk.model.encodings.common.rotary import Rotation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST_HEAD = 256  # a tile of wider heads would not fit beside its accumulators
-SPLIT = 256  # keys per program for requests of one row
+SPLIT = 256  # keys, into which those of requests of one row are cut
 # Of a launch over splits: several for each multiprocessor, as programs end at different times, and
 # no more, as most of a long request's would have nothing to do in the short ones beside it.
-PROGRAMS = 4096
+PROGRAMS = 8192
 SPLITS_AT_ONCE = 16  # splits that `merge` combines at a time
 LEAST = 16  # minimum rows and columns of a matrix product of tiles
 # The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
@@ -79,7 +79,7 @@ class TritonAttention:
     def _single_rows(
         self, q: Tensor, kv: PagedKV, out: Tensor, batch: ForwardBatch, given: dict[str, Any]
     ) -> None:
-        """Requests of one row: each split of their keys in its own program, then all combined."""
+        """Requests of one row: programs share the splits of their keys, then all are combined."""
         spec, requests = self.spec, len(batch.context_lens)
         splits = max(1, -(-batch.max_context // SPLIT))
         size = (requests, spec.num_heads, splits)
@@ -129,7 +129,7 @@ class TritonAttention:
         spec = self.spec
         row, head, dim = q.stride()
         width = _padded(spec.head_dim)
-        # Beside keys that are rotated lie as many bytes of cosines and sines.
+        # Beside keys that are rotated lie their cosines and sines, in float32.
         tile = self.tile_bytes if rotation is None else self.tile_bytes // 2
         return {
             "q_row": row,
