@@ -56,6 +56,7 @@ REMOVED_TYPES = {
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
 }
+NO_UTF_8 = "it holds text that is not UTF-8"
 
 
 class Entry(NamedTuple):
@@ -75,7 +76,7 @@ class GGUFFile:
         self.path = path
         with open_regular(path) as file:
             file_size = size_of(file)
-        cursor = _Cursor(path, bytes(read_range(path, 0, min(file_size, MAX_HEADER))))
+        cursor = _Cursor(path, read_range(path, 0, min(file_size, MAX_HEADER)))
         tensors, keys = _preamble(cursor)
         self._metadata = _read_metadata(cursor, keys)
         self._entries = _read_entries(cursor, tensors, self._metadata, file_size)
@@ -126,7 +127,7 @@ def _dequantise(path: Path, kind: GGMLQuantizationType, data: np.ndarray) -> np.
 class _Cursor:
     """Reads forward through the header's bytes; raises CheckpointError at their end."""
 
-    def __init__(self, path: Path, data: bytes) -> None:
+    def __init__(self, path: Path, data: bytes | bytearray) -> None:
         self.path = path
         self.data = data
         self.position = 0
@@ -135,7 +136,7 @@ class _Cursor:
     def broken(self, reason: str) -> CheckpointError:
         return CheckpointError(f"{self.path} is a broken GGUF file: {reason}; download it again.")
 
-    def take(self, size: int) -> bytes:
+    def take(self, size: int) -> bytes | bytearray:
         end = self.position + size
         if end > len(self.data):
             raise self.broken("its header ends early")
@@ -159,7 +160,22 @@ class _Cursor:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.broken("it holds text that is not UTF-8") from error
+            raise self.broken(NO_UTF_8) from error
+
+    def texts(self, count: int) -> list[str]:
+        """As many calls of `text`, sooner: a vocabulary and its merges are some 100,000."""
+        data, found = self.data, []
+        for _ in range(count):
+            start = self.position + 8
+            end = start + int.from_bytes(data[self.position : start], "little")
+            if end > len(data):
+                found.append(self.text())  # raises, with the reason
+            try:
+                found.append(data[start:end].decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise self.broken(NO_UTF_8) from error
+            self.position = end
+        return found
 
     def value_type(self) -> GGUFValueType:
         number = int(self.scalar("I"))
@@ -178,7 +194,7 @@ class _Cursor:
         count = self.size("Q", MAX_ITEMS - self.items, "array items")
         self.items += count
         if item is GGUFValueType.STRING:
-            return [self.text() for _ in range(count)]
+            return self.texts(count)
         if item is GGUFValueType.ARRAY:
             raise self.broken("it nests arrays")
         layout = f"<{count}{SCALARS[item]}"

@@ -255,6 +255,7 @@ def load_models(
         loaded = [complete(model) for model in prepared]
         on_failure.pop_all()
     end_idle_threads()  # from here on only the engine's thread computes
+    hardware.return_freed_memory()  # what was needed to load and to check
     return loaded
 
 
