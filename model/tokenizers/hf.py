@@ -160,8 +160,7 @@ def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) ->
 
 def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
     """The tokens that the post-processor puts before a text and after it."""
-    some = islice(tokenizer.get_vocab(with_added_tokens=False), 1_000)
-    for text in ("a", "A", "0", *some):  # some vocabularies know few letters
+    for text in _plain_texts(tokenizer):
         if plain := tokenizer.encode(text, add_special_tokens=False).ids:
             break
     else:
@@ -171,6 +170,14 @@ def _around(tokenizer: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
         if full[start : start + len(plain)] == plain:
             return full[:start], full[start + len(plain) :]
     return [], []
+
+
+def _plain_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
+    """Without added tokens, which may be those that the post-processor puts around a text."""
+    yield from ("a", "A", "0")
+    added = {each.content for each in tokenizer.get_added_tokens_decoder().values()}
+    # Some vocabularies know few letters. Sorted, as they come in another order every time.
+    yield from islice(sorted(tokenizer.get_vocab(with_added_tokens=False).keys() - added), 1_000)
 
 
 def _entries(tokenizer: tokenizers.Tokenizer) -> Iterator[tuple[bytes, bytes]]:
