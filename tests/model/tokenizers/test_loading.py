@@ -77,12 +77,13 @@ def test_special_tokens_map_fills_what_the_config_leaves_out(write, more, bos):
 
 
 def test_a_vocabulary_without_the_usual_letters_has_its_bos(write):
-    letters = {"<s>": 0, "</s>": 1, "C": 2, "G": 3, "T": 4}
+    """The first in any order is the one that is put before a text."""
+    letters = {"<!>": 0, "</s>": 1, "C": 2, "G": 3, "T": 4}
     known = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
     known.decoder = decoders.Fuse()
-    known.add_special_tokens(["<s>", "</s>"])
+    known.add_special_tokens(["<!>", "</s>"])
     known.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+        single="<!> $A", pair="<!> $A $B", special_tokens=[("<!>", 0)]
     )
     tokenizer = tokenizer_from_directory(write(tokenizer__json=known.to_str()))
     assert tokenizer.encode("GTC", bos=True) == known.encode("GTC").ids == [0, 3, 4, 2]
