@@ -18,7 +18,7 @@ from ropewalk.model.decoder import Forward
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
 # Tokens of a bucket's requests, for each of the cache: one long request may be among many short
-# ones. What their kernels need for a token is about a thousandth of its keys and values.
+# ones. What their kernels need for a token is a small part of its keys and values.
 CROWDED = 8
 
 Compute = Callable[[], Tensor]
