@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 from ropewalk.model.tokenizers.base import TokenizerError, refuse_ids
@@ -9,6 +10,7 @@ from ropewalk.model.tokenizers.spm_proto import PieceType
 
 _PREFIX = "tokenizer.ggml."
 _T = TypeVar("_T")
+_TYPES = {kind.value: kind for kind in PieceType}
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Converters declare one end or two, and models have more: as llama.cpp does (llama-vocab.cpp),
 # tokens that end an answer are recognised by their text, and are control tokens.
@@ -101,7 +103,9 @@ class TokenizerFields:
     def texts(self, key: str) -> list[str]:
         return self._list(key, self._metadata.get(_PREFIX + key), str, "a list of texts")
 
+    @cached_property
     def tokens(self) -> list[str]:
+        """Read once: there may be 200,000."""
         tokens = self.texts("tokens")
         refuse_ids(len(tokens) - 1)
         if len(set(tokens)) != len(tokens):
@@ -113,17 +117,17 @@ class TokenizerFields:
 
     def types(self) -> list[PieceType]:
         """One per token; all normal if the file does not say. Ends are control tokens."""
-        tokens = self.tokens()
+        tokens = self.tokens
         value = self._metadata.get(_PREFIX + "token_type", [PieceType.NORMAL.value] * len(tokens))
         numbers = self._list("token_type", value, int, "a list of token types")
         self._same_length("token_type", numbers)
         ends = self._ends(tokens)
         try:
             return [
-                PieceType.CONTROL if text in ends else PieceType(number)
+                PieceType.CONTROL if text in ends else _TYPES[number]
                 for text, number in zip(tokens, numbers, strict=True)
             ]
-        except ValueError:
+        except KeyError:
             raise self._wrong("token_type", "a list of numbers from 1 to 6") from None
 
     def scores(self) -> list[float]:
@@ -142,7 +146,7 @@ class TokenizerFields:
 
     def eos(self) -> frozenset[int]:
         """Every id that ends an answer: declared, or recognised by the token's text."""
-        tokens = self.texts("tokens")
+        tokens = self.tokens
         ends = self._ends(tokens)
         declared = {self._id(key) for key in _END_KEYS} | {self._valid_id(k) for k in _CODE_ENDS}
         written = {token for token, text in enumerate(tokens) if text in ends}
@@ -156,7 +160,7 @@ class TokenizerFields:
     def special_tokens(self) -> dict[str, str]:
         """Texts of the declared tokens, by the names that chat templates use."""
         ids = {name: self._valid_id(key) for name, key in _SPECIAL_TOKENS.items()}
-        tokens = self.texts("tokens")
+        tokens = self.tokens
         return {name: tokens[token] for name, token in ids.items() if token is not None}
 
     def _ends(self, tokens: Sequence[str]) -> frozenset[str]:
@@ -169,7 +173,7 @@ class TokenizerFields:
     def _valid_id(self, key: str) -> int | None:
         """None for an id without a token too: such files are common, and these ids seldom used."""
         value = self._metadata.get(_PREFIX + key)
-        if not isinstance(value, int) or not 0 <= value < len(self.texts("tokens")):
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
             return None
         return value
 
@@ -177,16 +181,18 @@ class TokenizerFields:
         value = self._metadata.get(_PREFIX + key)
         if value is None:
             return None
-        if not isinstance(value, int) or not 0 <= value < len(self.texts("tokens")):
+        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
             raise self._wrong(key, "the id of a token")
         return value
 
     def _same_length(self, key: str, values: Sequence[object]) -> None:
-        if len(values) != len(self.texts("tokens")):
+        if len(values) != len(self.tokens):
             raise self._wrong(key, "as long as the list of tokens")
 
     def _list(self, key: str, value: object, kind: type[_T], wanted: str) -> list[_T]:
-        if not isinstance(value, list | tuple) or not all(isinstance(v, kind) for v in value):
+        if not isinstance(value, list | tuple) or not all(
+            issubclass(found, kind) for found in set(map(type, value))
+        ):
             raise self._wrong(key, wanted)
         return list(value)
 

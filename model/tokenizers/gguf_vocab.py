@@ -58,7 +58,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, object]) -> Tokenizer:
 def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     # Old files do not say, which was correct only for GPT-2.
     name = fields.text("pre", "gpt-2" if fields.architecture in (None, "gpt2") else None)
-    tokens, types = fields.tokens(), fields.types()
+    tokens, types = fields.tokens, fields.types()
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
         model = models.BPE(
@@ -122,7 +122,7 @@ def _of_type(wanted: PieceType, tokens: Sequence[str], types: Sequence[PieceType
 
 
 def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -> SpmTokenizer:
-    tokens, types = fields.tokens(), fields.types()
+    tokens, types = fields.tokens, fields.types()
     pieces = [
         Piece(_escaped(text) if kind_of is PieceType.USER_DEFINED else text, score, kind_of)
         for text, score, kind_of in zip(tokens, fields.scores(), types, strict=True)
