@@ -23,7 +23,8 @@ from ropewalk.model.encodings.base import (
     names,
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
-from ropewalk.model.encodings.common.validate import check_hooks, where
+from ropewalk.model.encodings.common.validate import check_hooks
+from ropewalk.model.formatting import where
 from ropewalk.model.kernels.cpu.lowering import (
     biases_in_python,
     embeds_in_python,

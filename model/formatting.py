@@ -1,6 +1,8 @@
 """Wording shared by several parts of the project. No torch."""
 
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def listed(words: Sequence[str], last: str = "and") -> str:
@@ -11,3 +13,11 @@ def listed(words: Sequence[str], last: str = "and") -> str:
 def in_one_line(error: Exception) -> str:
     """The error's type and message, without the lines that torch adds."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def where(error: Exception) -> str:
+    """The last file and line outside torch on the way to it, and the message, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "torch" not in Path(frame.filename).parts]
+    frame = (own or frames)[-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}: {in_one_line(error)}"

@@ -20,7 +20,7 @@ from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rotary import Rotation
-from ropewalk.model.formatting import in_one_line
+from ropewalk.model.formatting import in_one_line, where
 
 MAX_TABLE = 1 << 26  # numbers: a million positions in heads of 128
 MAX_POSITIONS = 1 << 22
@@ -228,9 +228,24 @@ def create(
 ) -> PositionalEncoding:
     """The encoding that a spec names: a file of this folder, or "package.module:Class".
 
-    Raises EncodingError when no encoding has that name or its options are invalid.
+    Raises EncodingError when no encoding has that name, its options are invalid, or one from
+    outside fails.
     """
-    return find(spec.name).create(spec.options, config, context, device)
+    kind = find(spec.name)
+    try:
+        encoding = kind.create(spec.options, config, context, device)
+        for layer in range(config.num_layers):
+            encoding.for_layer(layer)
+    except (EncodingError, MemoryError):
+        raise
+    except Exception as error:
+        if ":" not in spec.name:  # this project's
+            raise
+        raise EncodingError(
+            f"{kind.__name__} fails as it is built ({where(error)}); docs/encodings.md says what a "
+            "class must keep to."
+        ) from error
+    return encoding
 
 
 def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function: object) -> bool:

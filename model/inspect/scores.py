@@ -24,6 +24,7 @@ from ropewalk.model.encodings.base import (
     TableBias,
     create,
     embeds,
+    inherits,
     rotates,
 )
 from ropewalk.model.encodings.rope import RoPE
@@ -340,8 +341,8 @@ class Looked:
 
     def _turning(self) -> list[tuple[tuple[int, int], float]]:
         """Pairs of coordinates and radians per position, fastest first."""
-        encoding = self.encoding
-        if isinstance(encoding, RoPE):
+        encoding, some = self.encoding, min(self._served.context, 1 << 12)
+        if isinstance(encoding, RoPE) and _has_its_speeds(encoding, some):
             half = encoding.width // 2
             pairs = [
                 (i, i + half) if encoding.layout == "half" else (2 * i, 2 * i + 1)
@@ -350,7 +351,7 @@ class Looked:
             return list(zip(pairs, encoding.frequencies.tolist(), strict=True))
         if not rotates(encoding) or encoding.rotation() is not None:
             return []
-        found = find_pair_rotation(encoding, self.config, min(self._served.context, 1 << 12))
+        found = find_pair_rotation(encoding, self.config, some)
         if found is None:
             return []
         return list(zip(found.pairs, found.speeds.tolist(), strict=True))
@@ -399,6 +400,15 @@ def _normed(op: Norm, program: Program, whole: Tensor, part: Tensor) -> Tensor:
         whole, part = (each - each.mean(dim=-1, keepdim=True) for each in (whole, part))
     size = (whole.square().mean(dim=-1, keepdim=True) + op.eps).sqrt()
     return (part / size * program.full(f"{op.name}.weight").float()).flatten(1)
+
+
+def _has_its_speeds(rope: RoPE, context: int) -> bool:
+    """Whether it turns by its frequencies; a class of one's own may do it in another way."""
+    given = torch.stack((rope.cos[:context], rope.sin[:context])).float()
+    told = rope.magnitude * torch.stack(RoPE.tables(rope, context))
+    # Tables of float64 have more exact angles.
+    same = torch.allclose(given, told, atol=1e-3)
+    return same and inherits(rope.rotate, rope, RoPE.rotate)
 
 
 def _magnified(x: Tensor, rope: RoPE) -> Tensor:

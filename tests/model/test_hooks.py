@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ropewalk.cache.types import Capability, KeyStorage
+from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import (
     EncodingError,
     KeyBias,
@@ -11,6 +12,7 @@ from ropewalk.model.encodings.base import (
     PairBias,
     PositionalEncoding,
     TableBias,
+    create,
 )
 from ropewalk.model.encodings.common.rotary import Rotation
 from ropewalk.model.encodings.common.validate import check_hooks
@@ -171,3 +173,44 @@ def test_layers_of_their_own_are_looked_at():
     own = with_hooks(for_layer=lambda self, layer: wrong if layer == 2 else self)
     with pytest.raises(EncodingError, match="rotate returns"):
         check_hooks(own, CONFIG, CONTEXT, CPU)
+
+
+def test_what_fails_before_there_are_layers():
+    """In `create` or `for_layer`, which building the decoder already calls."""
+
+    def fail(*given):
+        raise KeyError("size")
+
+    assert "for_layer fails (test_hooks.py, line" in said(with_hooks(for_layer=fail))
+    assert "for_layer returns NoneType" in said(with_hooks(for_layer=lambda self, layer: None))
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("Unmade", r"Unmade fails as it is built \(test_hooks.py, line \d+: TypeError: .* takes 1"),
+        (
+            "Layerless",
+            r"Layerless fails as .*_hooks.py, line \d+: AttributeError: .* has no .*'of'",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_built(kind, why):
+    spec = EncodingSpec(f"{__name__}:{kind}", {})
+    with pytest.raises(EncodingError, match=why):
+        create(spec, CONFIG, CONTEXT, CPU)
+
+
+class Unmade(PositionalEncoding):
+    @classmethod
+    def create(cls, options, config, context, device):
+        return cls(options)
+
+
+class Layerless(PositionalEncoding):
+    @classmethod
+    def create(cls, options, config, context, device):
+        return cls()
+
+    def for_layer(self, layer):
+        return self.of[layer]

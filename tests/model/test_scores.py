@@ -108,6 +108,29 @@ class Placed(RoPE):
         return PositionVectors(torch.ones(256, 24))
 
 
+class Slower(RoPE):
+    def tables(self, context):
+        cos, sin = super().tables(2 * context)
+        return cos[1::2].contiguous(), sin[1::2].contiguous()
+
+
+class Back(RoPE):
+    def rotate(self, q, k, positions, offsets):
+        return super().rotate(q, k, self.max_positions - 1 - positions, offsets)
+
+
+@pytest.mark.parametrize("kind", [Slower, Back])
+def test_a_class_of_ones_own_that_turns_otherwise(kind, monkeypatch):
+    """The speeds are those at which it turns, not those that it inherits."""
+    monkeypatch.setitem(ENCODINGS, "other", EncodingSpec(f"{__name__}:{kind.__name__}", ROPE))
+    program = program_in(tiny("other"))
+    use = InUse(None, 256, torch.float64, torch.float64, None, SIZE)
+    found, values = attended(program, 0, TOKENS, torch.float64)
+    seen = Looked(program, program.ops, 0, TOKENS, use).explanation(36, 3)
+    assert seen.kind == "rotation"
+    assert_explained(seen, 36, 3, found, values, 1e-5)
+
+
 @pytest.mark.parametrize("kind", [Biased, Placed])
 def test_an_encoding_that_does_several_things(kind, monkeypatch):
     """A turn and a bias add up; what a turn makes of positions in embeddings has no parts."""

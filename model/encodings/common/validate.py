@@ -4,9 +4,7 @@ An encoding class may come from anywhere. Its mistakes are reported at startup i
 kernels, which read memory by address, would silently compute wrong results.
 """
 
-import traceback
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -25,7 +23,7 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.common.rotary import Rotation
-from ropewalk.model.formatting import in_one_line
+from ropewalk.model.formatting import where
 
 ROWS = 3  # tested at either end of the context
 HALF = torch.bfloat16  # hooks are tested in it, too, and must preserve it
@@ -43,15 +41,10 @@ def check_hooks(
     claim about stored keys.
     """
     with torch.inference_mode():
-        for own in dict.fromkeys(encoding.for_layer(layer) for layer in range(config.num_layers)):
+        whole = _Hooks(encoding, config, context, device)
+        for own in whole.of_layers():
             _Hooks(own, config, context, device).check_layer()
-        _Hooks(encoding, config, context, device).check_whole()
-
-
-def where(error: Exception) -> str:
-    """The file and line that raised it, and the message, in one line."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{Path(frame.filename).name}, line {frame.lineno}: {in_one_line(error)}"
+        whole.check_whole()
 
 
 class _Hooks:
@@ -70,6 +63,13 @@ class _Hooks:
                 (config.num_heads, config.head_dim),
                 (config.num_kv_heads, config.head_dim),
             )
+        )
+
+    def of_layers(self) -> list[PositionalEncoding]:
+        """Every layer's encoding, once."""
+        layers = range(self._config.num_layers)
+        return list(
+            dict.fromkeys(self._ask("for_layer", PositionalEncoding, layer) for layer in layers)
         )
 
     def check_layer(self) -> None:

@@ -4,11 +4,12 @@ import torch
 
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import EncodingError, create, freeze_all
-from ropewalk.model.encodings.common.validate import check_hooks, where
+from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.training.dense import refreeze
 from ropewalk.model.family.training.losses import token_losses
 from ropewalk.model.family.training.recipe import ENCODINGS, model_name, new_decoder, shape
+from ropewalk.model.formatting import where
 
 TOKENS = 32
 
