@@ -1,4 +1,4 @@
-"""From rows of logits to tokens: biases, penalties, truncation, one draw. Never sorts a row.
+"""From rows of logits to tokens: biases, penalties, truncation, one draw.
 
 Order: logit bias, repetition, presence and frequency penalties, forbidden tokens and those that a
 grammar does not allow, temperature, top_k, top_p, min_p. Log-probabilities are the model's own,
@@ -7,6 +7,8 @@ before all of these.
 On a device, all rows are processed together, and no result is read until all work is queued: one
 copy brings everything back. Meanwhile the tokens can already be used on the device. A row's
 result does not depend on other rows, except for how a GPU breaks ties between equal logits.
+
+A row is sorted only by `begin` in torch; a GPU's kernel and `pick` find what they need otherwise.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -62,10 +64,8 @@ class Sampler:
             if count is not None:
                 yield members, self.scores(taken(rows, members), taken(tokens, members), count)
 
-    def begin(
-        self, rows: Tensor, asks: Sequence[Ask], candidates: int = FIRST_CANDIDATES
-    ) -> "Picking":
-        """Like `pick`, but does not retry where candidates do not suffice. Never waits."""
+    def begin(self, rows: Tensor, asks: Sequence[Ask], candidates: int | None = None) -> "Picking":
+        """Like `pick`, without waiting; None: as many candidates as may be needed."""
         largest, tokens = self.largest(rows)
         enough = None
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
@@ -95,17 +95,21 @@ class Sampler:
         found = (sent(masks, rows.device)[:, :, None] & bits).flatten(1)
         return rows.masked_fill(found[:, : rows.shape[-1]] == 0, -torch.inf)
 
-    def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int) -> Drawn:
+    def draw(self, rows: Tensor, asks: Sequence[Ask], candidates: int | None) -> Drawn:
         """Tokens of adjusted rows [S, vocab], and whether the candidates sufficed [S]."""
         parts = []
         for (top_k, truncated), members in _grouped(asks, _truncation):
-            some, rule = taken(rows, members), _Rule.of([asks[i] for i in members], rows.device)
+            some, rule = taken(rows, members), Rule.of([asks[i] for i in members], rows.device)
             if truncated:
-                count = min(top_k or candidates, rows.shape[-1])
-                parts.append((members, _among_best(some, rule, count, top_k > 0)))
+                parts.append((members, self.among_best(some, rule, top_k, candidates)))
             else:
                 parts.append((members, _among_all(some, rule)))
         return _joined(parts)
+
+    def among_best(self, rows: Tensor, rule: "Rule", top_k: int, candidates: int | None) -> Drawn:
+        """`draw`, for rows truncated by `top_k`, or by top_p and min_p alone where that is 0."""
+        vocab = rows.shape[-1]
+        return among_best(rows, rule, min(top_k or candidates or vocab, vocab), top_k > 0)
 
 
 class KernelSampler(Sampler):
@@ -233,7 +237,7 @@ def _truncation(ask: Ask) -> tuple[int, bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
     """How rows are truncated and drawn from: a column [S, 1] each, in float64."""
 
     temperature: Tensor
@@ -242,7 +246,7 @@ class _Rule:
     uniform: Tensor
 
     @classmethod
-    def of(cls, asks: Sequence[Ask], device: torch.device) -> "_Rule":
+    def of(cls, asks: Sequence[Ask], device: torch.device) -> "Rule":
         rows = [
             (
                 1.0 if ask.params.greedy else ask.params.temperature,
@@ -255,13 +259,13 @@ class _Rule:
         return cls(*torch.split(tensor_on(device, rows, torch.float64), 1, dim=1))
 
 
-def _among_all(rows: Tensor, rule: _Rule) -> Drawn:
+def _among_all(rows: Tensor, rule: Rule) -> Drawn:
     scaled = rows.double() / rule.temperature
     drawn = _at(torch.exp(scaled - scaled.amax(dim=-1, keepdim=True)), rule.uniform)
     return drawn, torch.ones_like(drawn, dtype=torch.bool)
 
 
-def _among_best(rows: Tensor, rule: _Rule, count: int, whole: bool) -> Drawn:
+def among_best(rows: Tensor, rule: Rule, count: int, whole: bool) -> Drawn:
     """Tokens among the `count` most likely ones, which suffice if they hold all that is kept.
 
     whole: the candidates are the whole distribution. Otherwise the tokens outside count towards

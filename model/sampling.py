@@ -41,12 +41,10 @@ class SamplingParams:
     def needs_host(self) -> bool:
         """Whether the host takes part in picking a token, or in what is returned with it.
 
-        Penalties need the preceding tokens, which the host knows, and the host tries again where
-        the candidates did not hold all that top_p and min_p keep.
+        Penalties need the preceding tokens, which the host knows.
         """
-        truncated = not (self.greedy or self.top_k) and (self.top_p < 1 or self.min_p > 0)
         penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(truncated or penalised or self.min_tokens or self.prompt_logprobs is not None)
+        return bool(penalised or self.min_tokens or self.prompt_logprobs is not None)
 
 
 class Allowed(Protocol):

@@ -13,7 +13,9 @@ from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import create
+from ropewalk.model.kernels.backends import sampler_of
 from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.sampler import Sampler
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server.engine.assemble import Wired, sums_by, wired
 from ropewalk.server.engine.engine import Engine
@@ -60,6 +62,7 @@ def decoding(
         Limits(requests, requests * longest, longest, max_queue=requests),
         PositionMeter(lambda length: decoder.encoding.work(config, length, BLOCK_SIZE)),
         kernels,
+        sampler=sampler_of(decoder, kernels),
         weights=Seals(decoder.fixed_tensors(), sums_by(kernels)),
         ahead=ahead,
     )
@@ -92,6 +95,7 @@ def engine(
         Limits(max_seqs, max_step_tokens, max_context, max_queue=1 << 20),
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
         kernels,
+        sampler=Sampler(),
     ).engine
 
 

@@ -22,6 +22,7 @@ from ropewalk.load_tests.micro.profile_engine import Stopwatch, metrics_for, wat
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.loading.random_weights import SHAPES
+from ropewalk.model.sampler import Sampler
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
@@ -67,7 +68,10 @@ def http_times(
     encoding = PositionalEncoding()
     limits = Limits(requests, 2 * requests, context, max_queue=requests)
     manager, meter = manager_of(kv), PositionMeter()
-    made = wired(_NAME, forward, kv, manager, [encoding], limits, meter, "nothing is computed")
+    made = wired(
+        *(_NAME, forward, kv, manager, [encoding], limits, meter, "nothing is computed"),
+        sampler=Sampler(),
+    )
     metrics = metrics_for(_NAME, kv)
     steady = Steady(requests, steps, clock)
 

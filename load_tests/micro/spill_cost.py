@@ -24,6 +24,7 @@ from ropewalk.load_tests.micro.measured import (
 )
 from ropewalk.load_tests.report.formatting import milliseconds
 from ropewalk.load_tests.run.options import add, count
+from ropewalk.model.kernels.backends import sampler_of
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.launch.load_model import find_kernels
@@ -115,6 +116,7 @@ class Bench:
             Limits(self._batch + 1, 512, longest, max_queue=100, lone_factor=2),
             PositionMeter(),
             kernels,
+            sampler=sampler_of(decoder, kernels),
             ledger=ledger,
         ).engine
         self._vocab = config.vocab_size

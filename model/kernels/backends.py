@@ -14,6 +14,7 @@ from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.program import Program
+from ropewalk.model.sampler import KernelSampler, Sampler
 
 log = getLogger(__name__)
 
@@ -55,3 +56,14 @@ def decoder_on(backend: AttentionBackend, program: Program, kernels: Kernels | s
     if isinstance(kernels, Kernels):
         log.info("computed op by op in torch, not by the CPU's kernels: %s", reason)
     return Decoder(program, TorchExecutor(program, backend))
+
+
+def sampler_of(decoder: Decoder, kernels: Kernels | str) -> Sampler:
+    """The fastest that picks tokens from this decoder's logits. kernels: as above."""
+    if isinstance(kernels, Kernels):
+        return KernelSampler(kernels)
+    if decoder.executor.name == "triton":
+        from ropewalk.model.kernels.triton.launches import TritonSampler
+
+        return TritonSampler()
+    return Sampler()

@@ -11,7 +11,7 @@ from ropewalk.cache.types import Audit
 from ropewalk.model.decoder import Forward
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.kernels.cpu.bindings import Kernels
-from ropewalk.model.sampler import KernelSampler, Sampler
+from ropewalk.model.sampler import Sampler
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
@@ -52,6 +52,7 @@ def wired(
     meter: PositionMeter,
     kernels: Kernels | str,
     *,
+    sampler: Sampler,
     ledger: Ledger | None = None,
     weights: Seals | None = None,
     drain_times: Callable[[], tuple[PassTimes, ...]] = tuple,
@@ -60,11 +61,10 @@ def wired(
     """An engine that uses all of `kv`, whose blocks `manager` allocates.
 
     name: the model's. rules: each layer's encoding. kernels: the CPU kernels, or why there are
-    none. ledger: `ledger_of` by default. weights: their checksums, which are verified as the
-    ledger's audit says. ahead: whether a step is launched before the previous one's tokens are
-    waited for.
+    none. sampler: picks tokens. ledger: `ledger_of` by default. weights: their checksums, which are
+    verified as the ledger's audit says. ahead: whether a step is launched before the previous
+    one's tokens are waited for.
     """
-    sampler = KernelSampler(kernels) if isinstance(kernels, Kernels) else Sampler()
     ledger = ledger or ledger_of(kv, kernels)
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
     auditor = Auditor(name, ledger, manager, scheduler, weights)

@@ -20,10 +20,14 @@ from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import find
 from ropewalk.model.formatting import in_one_line
+from ropewalk.model.sampler import Sampler
+from ropewalk.model.sampling import Ask, SamplingParams
 from ropewalk.server.errors import CommandError
 
 REPETITIONS = 3
 PATIENCE = 0.5  # seconds, after which no further repetition begins
+# What a GPU has a kernel of its own for.
+DRAW = Ask(SamplingParams(max_tokens=1, top_p=0.9), [], 0, 0.5)
 DISTANCE = 1000  # positions; how far a key is rotated does not change the time it takes
 
 
@@ -36,8 +40,10 @@ class Speed:
     compute: float  # computing its tokens, with none before them
 
 
-def warm_up(decoder: Decoder, kv: KVCache, shape: ModelConfig, context: int, name: str) -> Speed:
-    """Raises CommandError when the first pass fails, or its logits are not finite.
+def warm_up(
+    decoder: Decoder, sampler: Sampler, kv: KVCache, shape: ModelConfig, context: int, name: str
+) -> Speed:
+    """Raises CommandError when the first pass or draw fails, or logits are not finite.
 
     Leaves nothing that a request reads.
     """
@@ -53,7 +59,7 @@ def warm_up(decoder: Decoder, kv: KVCache, shape: ModelConfig, context: int, nam
         batch = replace(batch, cross=Cross(new=batch, seen=batch))
         single = replace(single, cross=Cross(new=single, seen=single))
     # On a GPU a token by itself takes other kernels; a request would wait until they are compiled.
-    if not all(_is_finite(decoder, each, kv, name) for each in (batch, single)):
+    if not all(_is_finite(decoder, sampler, each, kv, name) for each in (batch, single)):
         raise CommandError(f"{name} computes logits that are not finite; try --dtype float32")
     if isinstance(decoder.config, EncoderDecoderConfig):
         batch = replace(batch, cross=Cross(new=None, seen=batch))
@@ -64,9 +70,13 @@ def warm_up(decoder: Decoder, kv: KVCache, shape: ModelConfig, context: int, nam
     )
 
 
-def _is_finite(decoder: Decoder, batch: ForwardBatch, kv: KVCache, name: str) -> bool:
+def _is_finite(
+    decoder: Decoder, sampler: Sampler, batch: ForwardBatch, kv: KVCache, name: str
+) -> bool:
     try:
-        return bool(decoder(batch, kv).isfinite().all())
+        logits = decoder(batch, kv)
+        sampler.pick(logits, [DRAW])
+        return bool(logits.isfinite().all())
     except Exception as error:  # out of memory, a kernel's, or from somebody else's encoding
         raise CommandError(
             f"{name}: the first forward pass failed ({in_one_line(error)}); lower --kv-memory to "

@@ -25,7 +25,7 @@ from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.decoder import Forward
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.backends import all_backends
+from ropewalk.model.kernels.backends import all_backends, sampler_of
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.loading.checkpoints import CheckpointError, InUse, files_of
 from ropewalk.model.weights.checksums import Seals
@@ -338,7 +338,8 @@ def _complete(
     context = _fitting(model.context, _longest(manager, sides, name), name)
     if context < model.context:
         _require_same_frequencies(model, context, device)
-    speed = warm_up(model.decoder, kv, shape, context, name)
+    sampler = sampler_of(model.decoder, kernels)
+    speed = warm_up(model.decoder, sampler, kv, shape, context, name)
     parity = check_parity(model.decoder, shape, kv, context)
     limits = Limits(
         max_seqs=config.limits.max_seqs,
@@ -364,6 +365,7 @@ def _complete(
         limits,
         _meter(model, block_size),
         kernels,
+        sampler=sampler,
         ledger=ledger,
         weights=weights,
         drain_times=decoder.drain,

@@ -16,7 +16,7 @@ import torch
 
 from ropewalk.model.config import EncoderDecoderConfig
 from ropewalk.model.encodings.base import EncodingError
-from ropewalk.model.encodings.common.validate import where
+from ropewalk.model.formatting import where
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import Arm, Audit, AuditStep, audit, entries
 from ropewalk.model.inspect.audit_page import to_html

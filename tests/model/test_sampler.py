@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.model import sampler
+from ropewalk.model.kernels.triton.launches import TritonSampler
 from ropewalk.model.sampler import (
     FIRST_CANDIDATES,
     KernelSampler,
@@ -142,13 +143,13 @@ def test_a_flat_row_keeps_as_many_tokens_as_their_mass_asks_for(vocab, top_p):
 def looked_at(monkeypatch):
     """How many rows are asked for how many of their most likely tokens, from now on."""
     seen = []
-    among_best = sampler._among_best
+    among_best = sampler.among_best
 
     def noted(rows, rule, count, whole):
         seen.append((len(rows), count))
         return among_best(rows, rule, count, whole)
 
-    monkeypatch.setattr(sampler, "_among_best", noted)
+    monkeypatch.setattr(sampler, "among_best", noted)
     return seen
 
 
@@ -448,11 +449,12 @@ def test_a_device_is_asked_once(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-def test_a_gpu_picks_what_a_cpu_picks():
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_gpu_picks_what_a_cpu_picks(kernels):
     """Nothing is waited for before all is under way: the host's list is the first to wait."""
     rows, asks = everything(50_000, 60)
-    expected = Sampler().pick(rows, asks)
-    for found, wanted in zip(Sampler().pick(rows.cuda(), asks), expected, strict=True):
+    expected, there = Sampler().pick(rows, asks), TritonSampler() if kernels else Sampler()
+    for found, wanted in zip(there.pick(rows.cuda(), asks), expected, strict=True):
         assert found.token == wanted.token
         assert found.logprob == pytest.approx(wanted.logprob, abs=1e-5)
         assert [token for token, _ in found.top] == [token for token, _ in wanted.top]

@@ -16,6 +16,7 @@ from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.encodings.t5 import T5
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.program import quantized
+from ropewalk.model.sampler import KernelSampler
 from ropewalk.model.weights import checksums
 from ropewalk.model.weights.checksums import CHUNK, PORTIONS, STEPS, Changed, Seals
 from ropewalk.model.weights.quantize import Int8
@@ -328,6 +329,7 @@ def an_engine(decoder, kernels, context=48):
         Limits(max_seqs=3, max_step_tokens=64, max_context=context, max_queue=50),
         PositionMeter(),
         kernels,
+        sampler=KernelSampler(kernels),
         ledger=ledger_of(kv, kernels, Audit.FULL),
         weights=Seals(decoder.fixed_tensors(), kernels.fold_sums),
     )

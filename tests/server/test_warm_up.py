@@ -11,6 +11,7 @@ from torch import Tensor
 from ropewalk.model.attention.base import AttentionSpec
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.loading.checkpoints import open_checkpoint
+from ropewalk.model.sampler import Sampler
 from ropewalk.server.engine import warm_up
 from ropewalk.server.errors import CommandError
 from tests.model import encoder_decoders
@@ -42,7 +43,7 @@ def test_only_the_reserved_block_is_written() -> None:
     kv = new_cache(decoder, 4)
     for part in kv.whole:
         part.fill_(torch.nan)
-    speed = warm_up.warm_up(decoder, kv, CONFIG, 256, "m")
+    speed = warm_up.warm_up(decoder, Sampler(), kv, CONFIG, 256, "m")
     for part in kv.whole:
         assert part[:, 0].isfinite().all()
         assert part[:, 1:].isnan().all()
@@ -51,7 +52,7 @@ def test_only_the_reserved_block_is_written() -> None:
 
 def test_a_context_may_be_shorter_than_a_block() -> None:
     decoder = tiny("learned", dtype=torch.float32, options={"positions": 5, "offset": 0})
-    warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 5, "m")
+    warm_up.warm_up(decoder, Sampler(), new_cache(decoder, 2), CONFIG, 5, "m")
 
 
 class Counting(SdpaAttention):
@@ -71,7 +72,7 @@ def test_a_token_by_itself_is_computed_too(tmp_path: Path) -> None:
     loaded = encoder_decoders.loaded(checkpoint, backend=Counting)
     for decoder, kinds in ((tiny("rope", Counting, torch.float32), 1), (loaded, 3)):
         Counting.rows.clear()
-        warm_up.warm_up(decoder, new_cache(decoder, 4), decoder.config, 256, "m")
+        warm_up.warm_up(decoder, Sampler(), new_cache(decoder, 4), decoder.config, 256, "m")
         assert list(Counting.rows.values()) == [{1, 16}] * kinds
 
 
@@ -79,7 +80,7 @@ def test_numbers_that_are_not_finite_are_refused() -> None:
     decoder = tiny(dtype=torch.float32)
     parameters_of(decoder)["head.weight"].fill_(torch.inf)
     with pytest.raises(CommandError, match="m computes logits that are not finite"):
-        warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
+        warm_up.warm_up(decoder, Sampler(), new_cache(decoder, 2), CONFIG, 256, "m")
 
 
 def test_a_first_pass_that_fails_says_why_in_one_sentence() -> None:
@@ -92,5 +93,5 @@ def test_a_first_pass_that_fails_says_why_in_one_sentence() -> None:
     with pytest.raises(
         CommandError, match=r"m: the first forward pass failed \(RuntimeError: out of"
     ) as said:
-        warm_up.warm_up(decoder, new_cache(decoder, 2), CONFIG, 256, "m")
+        warm_up.warm_up(decoder, Sampler(), new_cache(decoder, 2), CONFIG, 256, "m")
     assert "long report" not in str(said.value)

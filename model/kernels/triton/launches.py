@@ -15,6 +15,7 @@ from ropewalk.model.config import Activation
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.triton.attention import FUSED
 from ropewalk.model.program import Norm
+from ropewalk.model.sampler import Drawn, Rule, Sampler, among_best
 from ropewalk.model.weights.quantize import Int8
 
 # Which of these numbers are fastest has not been measured.
@@ -24,6 +25,8 @@ FEW_ROWS = 16  # the least that a product of tiles has; with more, linear layers
 WEIGHTS_AT_ONCE = 256  # of each output
 OUTPUTS_AT_ONCE = 16  # or twice as many, if that leaves at least MANY_PROGRAMS; gated, of each half
 MANY_PROGRAMS = 1024
+CANDIDATES = 1024  # for a draw; a row that keeps more tokens is read some 70 times
+TOKENS_AT_ONCE = 2048
 
 
 class TritonStore:
@@ -182,6 +185,27 @@ class TritonLinear:
             **FUSED,
         )
         return out
+
+
+class TritonSampler(Sampler):
+    """Picks tokens on a GPU; the host need not try again where top_p and min_p keep many."""
+
+    def __init__(self) -> None:
+        self.kernels = import_module("ropewalk.model.kernels.triton.sampling_kernels")
+
+    def among_best(self, rows: Tensor, rule: Rule, top_k: int, candidates: int | None) -> Drawn:
+        if top_k or rows.shape[-1] <= CANDIDATES:
+            return super().among_best(rows, rule, top_k, None)
+        tokens, enough = among_best(rows, rule, CANDIDATES, whole=False)
+        rules = torch.cat((rule.temperature, rule.top_p, rule.min_p, rule.uniform), dim=1)
+        self.kernels.draw_kept[(len(rows),)](
+            *(rows.contiguous(), rules, enough, tokens),
+            VOCAB=rows.shape[-1],
+            TILE=TOKENS_AT_ONCE,
+            num_warps=8,
+            **FUSED,
+        )
+        return tokens, torch.ones_like(enough)
 
 
 def _or(given: Tensor | None, placeholder: Tensor) -> Tensor:

@@ -18,12 +18,20 @@ from ropewalk.model.kernels.triton import (
     launches,
     layer_kernels,
     linear_kernels,
+    sampling_kernels,
     store_kernels,
 )
 from ropewalk.model.kernels.triton.attention import TritonAttention, size_of_loop
-from ropewalk.model.kernels.triton.launches import TritonGate, TritonLinear, TritonNorm, TritonStore
+from ropewalk.model.kernels.triton.launches import (
+    TritonGate,
+    TritonLinear,
+    TritonNorm,
+    TritonSampler,
+    TritonStore,
+)
 from ropewalk.model.layers.executor import ACTIVATIONS
 from ropewalk.model.program import Norm
+from ropewalk.model.sampling import Ask, SamplingParams
 from ropewalk.model.weights.quantize import Int8
 from tests.model.attention.test_cpu import biases, problem, spec
 from tests.model.attention.test_rotation import made
@@ -60,6 +68,13 @@ def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
         gate = TritonGate(activation)
         gate.kernels = on_gpu(layer_kernels, "gate")
         gate(x)
+
+    launches.CANDIDATES = 2
+    sampler = TritonSampler()
+    sampler.kernels = on_gpu(sampling_kernels, "draw_kept")
+    sampler.pick(
+        torch.zeros(3, 5000), [Ask(SamplingParams(max_tokens=1, top_p=0.5), [], 0, 0.5)] * 3
+    )
 
     launches.MANY_PROGRAMS = 1  # so that tiles are as large as they ever are
     for more in ({"added": x[:8, :64]}, {"norm": norm}, {"norm": norm, "gated": True}):
