@@ -120,14 +120,15 @@ def facts(name: str, place: Place) -> EncodingFacts:
     try:
         encoding = example(kind, SHAPE, SHAPE.trained_context)
         check_hooks(encoding, SHAPE, SHAPE.trained_context, torch.device("cpu"))
+        work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
         operations = abilities(kind, SHAPE, place.dtype)
-    except EncodingError as error:
-        unbuilt = str(error)
-    else:
         bias = encoding.for_layer(0).score_bias()
         left = tuple(in_python(encoding))
         backends = tuple(_support(place, encoding))
-        work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
+    except EncodingError as error:
+        unbuilt = str(error)
+    except Exception as error:  # foreign code may raise anything
+        unbuilt = f"{kind.__name__} fails ({where(error)})"
     return EncodingFacts(
         name=name,
         summary=summary(kind),

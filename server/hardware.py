@@ -4,7 +4,6 @@ Decides from the configuration and the hardware; loads nothing.
 """
 
 import ctypes
-import errno
 import os
 from contextlib import suppress
 from logging import getLogger
@@ -169,14 +168,6 @@ def _number_after(word: str, text: str) -> int:
     """Raises ValueError."""
     words = text.split()
     return int(words[words.index(word) + 1])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, the system or torch says that memory ran out."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    torch_says = "DefaultCPUAllocator" in str(error)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or torch_says
 
 
 def _cores_of_container() -> list[int]:

@@ -86,7 +86,10 @@ def split_base_url(url: str) -> tuple[str, int]:
         )
     if parts.scheme != "http" or not parts.hostname:
         raise ValueError(wrong)
-    return parts.hostname, 80 if parts.port is None else parts.port
+    try:
+        return parts.hostname, 80 if parts.port is None else parts.port
+    except ValueError:  # of a port that is no number, or too large
+        raise ValueError(wrong) from None
 
 
 async def complete(server: Server, request: Request, intended: float | None = None) -> Outcome:

@@ -58,8 +58,8 @@ examples:
 
 Exit status: 0 when no condition holds, 1 when one does, 2 when a variant in a
 condition allows no conclusion, is missing in the second result, fails more
-often there or serves nothing, when the results are of tests with different
-arguments, or a file cannot be used.
+often there or serves nothing, when a condition is given and the results are
+of tests with different arguments, or a file cannot be used.
 """
 
 
@@ -152,16 +152,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     print(_table(rows))
+    others = list(_others(before, after))
     for note in (
         *_reasons(rows),
         *_left_out("first", before, after, [label for label in old if label not in new]),
         *_left_out("second", after, before, [label for label in new if label not in old]),
         *_machines(before, after),
-        *(f"The results are of different tests: {each}." for each in _others(before, after)),
+        *(f"The results are of different tests: {each}." for each in others),
     ):
         print(note)
-    doubts = [f"tests with {each}" for each in _others(before, after)]
-    return _conclude(rows, [*doubts, *_doubts(old, new)], conditions)
+    if others and conditions:
+        print(f"nothing can be concluded about tests with {'; '.join(others)}")
+        return 2
+    return _conclude(rows, list(_doubts(old, new)), conditions)
 
 
 def _by_label(result: Result) -> dict[str, Cell]:

@@ -94,7 +94,10 @@ class Sent:
         return sum(a.error is None and b.error is None and a.text == b.text for a, b in pairs)
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+        """Whole or not at all."""
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(asdict(self)))
+        part.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> "Sent":
@@ -357,10 +360,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = Sizes(**{name: getattr(args, name) for name in asdict(Sizes())})
     try:
         one = None if args.like is None else _like(args.like, sizes)
+        server = server_at(args.url, args.timeout, args.model)
+        metrics = [server_at(url, args.timeout) for url in args.metrics]
     except ValueError as error:
         parser.error(str(error))
-    server = server_at(args.url, args.timeout, args.model)
-    metrics = [server_at(url, args.timeout) for url in args.metrics]
+    if args.save is not None and not args.save.parent.is_dir():
+        parser.error(f"--save {args.save}: there is no folder {args.save.parent}")
     sent = asyncio.run(send_all(args.title or args.url, server, sizes, metrics))
     if args.save is not None:
         sent.save(args.save)

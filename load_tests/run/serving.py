@@ -8,6 +8,7 @@ context, and a server asked for a longer one does not start. All others share on
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -38,6 +39,7 @@ SETTINGS = {
     "t5": ("form", ("window", "table", "materialised")),
     "rope": ("storage", ("absolute", "raw", "block")),
 }
+_END_LIMIT_S = 5.0  # a server closes its connections before it ends
 _MEMORY_SHARE = 0.25  # of the free memory, for keys and values of all variants
 
 
@@ -127,8 +129,10 @@ def serve_alone(*words: str, api_key: str | None = None) -> Iterator[tuple[Serve
         try:
             yield server, started
         except Unreachable as error:
-            if started.popen.poll() is None:
-                raise
+            try:
+                started.popen.wait(_END_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                raise error from None
             raise started.failed(f"ended: {error}") from None
 
 

@@ -21,6 +21,7 @@ from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rotary import Rotation
 from ropewalk.model.formatting import in_one_line, where
+from ropewalk.model.memory import is_out_of_memory
 
 MAX_TABLE = 1 << 26  # numbers: a million positions in heads of 128
 MAX_POSITIONS = 1 << 22
@@ -236,10 +237,10 @@ def create(
         encoding = kind.create(spec.options, config, context, device)
         for layer in range(config.num_layers):
             encoding.for_layer(layer)
-    except (EncodingError, MemoryError):
+    except EncodingError:
         raise
     except Exception as error:
-        if ":" not in spec.name:  # this project's
+        if ":" not in spec.name or is_out_of_memory(error):
             raise
         raise EncodingError(
             f"{kind.__name__} fails as it is built ({where(error)}); docs/encodings.md says what a "

@@ -404,11 +404,15 @@ def _normed(op: Norm, program: Program, whole: Tensor, part: Tensor) -> Tensor:
 
 def _has_its_speeds(rope: RoPE, context: int) -> bool:
     """Whether it turns by its frequencies; a class of one's own may do it in another way."""
-    given = torch.stack((rope.cos[:context], rope.sin[:context])).float()
-    told = rope.magnitude * torch.stack(RoPE.tables(rope, context))
-    # Tables of float64 have more exact angles.
-    same = torch.allclose(given, told, atol=1e-3)
-    return same and inherits(rope.rotate, rope, RoPE.rotate)
+    if not inherits(rope.rotate, rope, RoPE.rotate):
+        return False
+    given = [table[:context].float() for table in (rope.cos, rope.sin)]
+    told = [rope.magnitude * table for table in RoPE.tables(rope, context)]
+    return all(
+        # Tables of float64 have more exact angles.
+        own.shape == its.shape and torch.allclose(own, its, atol=1e-3)
+        for own, its in zip(given, told, strict=True)
+    )
 
 
 def _magnified(x: Tensor, rope: RoPE) -> Tensor:

@@ -28,6 +28,7 @@ from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.backends import all_backends, sampler_of
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.loading.checkpoints import CheckpointError, InUse, files_of
+from ropewalk.model.memory import is_out_of_memory
 from ropewalk.model.weights.checksums import Seals
 from ropewalk.server import hardware, listen
 from ropewalk.server.app.app import Application, create_app
@@ -289,7 +290,7 @@ def _prepared(
     except (CheckpointError, EncodingError, NoBackend) as error:
         raise CommandError(str(error)) from error
     except (MemoryError, OSError, RuntimeError) as error:
-        if not hardware.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise CommandError(
             f"the {device.type} does not have enough memory for the weights of {source.name}; free "

@@ -13,6 +13,7 @@ from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import LinearBias, PositionVectors, embeds, rotates
+from ropewalk.model.encodings.common.rotary import rotate_pairs
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.scores import Looked, explain, layers_of, program_of
 from ropewalk.model.layers.executor import Pass, TorchExecutor
@@ -119,7 +120,18 @@ class Back(RoPE):
         return super().rotate(q, k, self.max_positions - 1 - positions, offsets)
 
 
-@pytest.mark.parametrize("kind", [Slower, Back])
+class Twice(RoPE):
+    """Tables of the whole width, as other libraries have them, and a rotation that reads them."""
+
+    def tables(self, context):
+        return tuple(torch.cat((table, table), dim=1) for table in super().tables(context))
+
+    def rotate(self, q, k, positions, offsets):
+        cos, sin = (table[positions, : self.width // 2] for table in (self.cos, self.sin))
+        return rotate_pairs(q, cos, sin, self.layout), rotate_pairs(k, cos, sin, self.layout)
+
+
+@pytest.mark.parametrize("kind", [Slower, Back, Twice])
 def test_a_class_of_ones_own_that_turns_otherwise(kind, monkeypatch):
     """The speeds are those at which it turns, not those that it inherits."""
     monkeypatch.setitem(ENCODINGS, "other", EncodingSpec(f"{__name__}:{kind.__name__}", ROPE))

@@ -32,8 +32,10 @@ def find_pair_rotation(
 ) -> PairRotation | None:
     """None when the hooks do anything but rotate pairs at fixed speeds, the same in every head.
 
-    context: how many positions the encoding was built for, at least 2.
+    context: how many positions the encoding was built for; one shows no speed.
     """
+    if context < 2:
+        return None
     once = _unit_vectors_at(encoding, config, 1)[0][:, 0].double()
     across = once - torch.diag(once.diag())
     partner = across.abs().argmax(dim=1)

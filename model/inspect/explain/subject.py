@@ -11,7 +11,14 @@ import torch
 
 from ropewalk.model.catalogue import example, hooks, summary
 from ropewalk.model.config import EncodingSpec, ModelConfig
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, embeds, find, rotates
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    create,
+    embeds,
+    find,
+    rotates,
+)
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.loading.checkpoints import Checkpoint, load_encoding
 
@@ -91,9 +98,8 @@ def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> 
         raise EncodingError(
             f"{checkpoint.path} has the layers 0 to {config.num_layers - 1}, but not {layer}."
         )
-    kind, options = find(config.encoding.name), config.encoding.options
     served = context or config.trained_context
-    whole = kind.create(options, config, served, torch.device("cpu"))
+    whole = create(config.encoding, config, served, torch.device("cpu"))
     load_encoding(checkpoint, whole)
     check_hooks(whole, config, served, torch.device("cpu"))
     trained = any(True for _ in whole.parameters())
@@ -101,7 +107,7 @@ def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> 
         f"{config.encoding.name} in {checkpoint.path.name}",
         whole,
         config,
-        options,
+        config.encoding.options,
         context=min(served, whole.max_positions or served),
         layer=layer,
         weights="trained" if trained else "none",
