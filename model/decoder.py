@@ -11,7 +11,12 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import PositionalEncoding, rotates
+from ropewalk.model.encodings.base import (
+    MaterialisedBias,
+    PairBias,
+    PositionalEncoding,
+    rotates,
+)
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.watch import Watch
 
@@ -76,6 +81,12 @@ class Decoder:
         in_attention = any(each.score_bias() or each.rotation() for each in encodings)
         apart = self.executor.rotates_apart or not any(map(rotates, encodings))
         return apart and not in_attention
+
+    @property
+    def has_dense_bias(self) -> bool:
+        """Whether a step computes a number for each of its tokens and each key before it."""
+        biases = (each.score_bias() for each in self.encodings)
+        return any(isinstance(each, MaterialisedBias | PairBias) for each in biases)
 
     def fixed_tensors(self) -> dict[str, Tensor]:
         """Which tensors passes read and nothing changes, by name, each piece of memory once.

@@ -13,6 +13,7 @@ import torch
 
 from ropewalk.cache.kv import KVCache, bytes_per_token
 from ropewalk.model.config import ModelConfig
+from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.bindings import has_bf16_arithmetic
 from ropewalk.server.errors import CommandError
 from ropewalk.server.terminal import counted
@@ -77,9 +78,13 @@ def pick_dtype(wanted: str | None, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_bf16_arithmetic() else torch.float32
 
 
-def num_step_tokens(wanted: int | None, max_seqs: int, device: torch.device) -> int:
-    """`wanted`, else more on a GPU: a small model computes 512 there sooner than it launches."""
-    return wanted or max(max_seqs, 2048 if device.type == "cuda" else 512)
+def num_step_tokens(wanted: int | None, max_seqs: int, decoder: Decoder) -> int:
+    """`wanted`, else more on a GPU: a small model computes 512 there sooner than it launches.
+
+    But not where attention, or a bias, takes memory for each of a step's tokens and its keys.
+    """
+    lean = decoder.executor.name == "triton" and not decoder.has_dense_bias
+    return wanted or max(max_seqs, 2048 if lean else 512)
 
 
 def device_name(device: torch.device) -> str:

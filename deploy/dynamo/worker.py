@@ -112,7 +112,6 @@ class RopewalkEngine(LLMEngine):
         self._engine = engine_of(self._config, [self._loaded], self._metrics, end_soon)
         self._engine.start()
         facts, limits = self._loaded.facts, self._config.limits
-        device = self._loaded.place.device
         return EngineConfig(
             model=self._folder,
             served_model_name=facts.name,
@@ -121,9 +120,7 @@ class RopewalkEngine(LLMEngine):
                 kv_cache_block_size=facts.block_size,
                 total_kv_blocks=facts.blocks,
                 max_num_seqs=limits.max_seqs,
-                max_num_batched_tokens=hardware.num_step_tokens(
-                    limits.max_step_tokens, limits.max_seqs, device
-                ),
+                max_num_batched_tokens=facts.max_step_tokens,
             ),
         )
 

@@ -20,6 +20,7 @@ from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import EncodingError, create, names
 from ropewalk.model.kernels.backends import all_backends, decoder_on
 from ropewalk.model.kernels.cpu.bindings import Kernels
+from ropewalk.model.kernels.graphs.cuda_graph import require_device
 from ropewalk.model.kernels.graphs.replay import Bucket, ReplayedDecoder
 from ropewalk.model.loading.checkpoints import RANDOM, Checkpoint, load_encoding, load_program
 from ropewalk.model.loading.random_weights import random_checkpoint
@@ -149,9 +150,8 @@ def replayed(decoder: Decoder, kv: KVCache, requests: int, context: int) -> Forw
         return decoder
     try:
         return ReplayedDecoder(decoder, kv, decoder, [Bucket(requests, context, kv)], record)
-    except torch.AcceleratorError:
-        raise  # the device is lost
     except RuntimeError as error:  # as in the server: out of memory, or something else
+        require_device(error, decoder.device)
         log.warning("batch %d, context %d without CUDA graphs: %s", requests, context, error)
         return decoder
 

@@ -34,6 +34,7 @@ class ModelFacts:
     key_storage: str | None = None  # of stored keys, if attention still rotates them
     sides: int = 1  # an encoder-decoder keeps prompt and answer apart: 2
     quantize: str | None = None  # type that the weights of linear layers are rounded to
+    max_step_tokens: int = 512
 
 
 def banner(

@@ -345,7 +345,7 @@ def _complete(
     limits = Limits(
         max_seqs=config.limits.max_seqs,
         max_step_tokens=hardware.num_step_tokens(
-            config.limits.max_step_tokens, config.limits.max_seqs, device
+            config.limits.max_step_tokens, config.limits.max_seqs, model.decoder
         ),
         max_context=context,
         max_queue=config.limits.max_queue,
@@ -390,6 +390,7 @@ def _complete(
         key_storage=None if rotation is None else rotation.storage,
         sides=sides,
         quantize=config.loading.quantize,
+        max_step_tokens=limits.max_step_tokens,
     )
     _register(metrics, facts, shape, position_apart=model.decoder.position_apart)
     metrics.compared(name, parity.error, parity.tolerance)

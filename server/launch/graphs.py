@@ -11,8 +11,8 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import Cross, ForwardBatch
 from ropewalk.model.config import EncoderDecoderConfig
 from ropewalk.model.decoder import Decoder, Forward
-from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
-from ropewalk.model.kernels.graphs.replay import Bucket, Record, ReplayedDecoder, buckets
+from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs, require_device
+from ropewalk.model.kernels.graphs.replay import CROWDED, Bucket, Record, ReplayedDecoder, buckets
 from ropewalk.server.launch.self_check import TOLERANCES
 from ropewalk.server.scheduling.request import Limits
 
@@ -38,7 +38,8 @@ def record_graphs(
         return otherwise
     try:
         encoded = isinstance(decoder.config, EncoderDecoderConfig)
-        made = buckets(kv, limits.max_seqs, limits.max_context, encoded=encoded)
+        crowded = 1 if decoder.has_dense_bias else CROWDED
+        made = buckets(kv, limits.max_seqs, limits.max_context, encoded=encoded, crowded=crowded)
         told = f"recording {name}"
         with tqdm(made, desc=told, unit="graph", leave=False, file=sys.stderr) as bar:
             over = ReplayedDecoder(decoder, kv, otherwise, bar, record)
@@ -50,9 +51,8 @@ def record_graphs(
             name,
         )
         return otherwise
-    except torch.AcceleratorError:
-        raise  # the device is lost
     except RuntimeError as error:  # torch raises it when out of memory, and for much else
+        require_device(error, decoder.device)
         log.warning(
             "serving %s without CUDA graphs, which is slower when steps are short: %s", name, error
         )

@@ -9,7 +9,7 @@ import torch
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.executor import CpuExecutor
 from ropewalk.model.kernels.graphs import cuda_graph
-from ropewalk.model.kernels.graphs.replay import ReplayedDecoder
+from ropewalk.model.kernels.graphs.replay import CROWDED, ReplayedDecoder
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.server.launch import graphs
 from ropewalk.server.launch.build import load_models
@@ -135,14 +135,41 @@ def test_what_cannot_be_recorded_is_no_lost_device(lost, monkeypatch):
     assert isinstance(raised.value, torch.AcceleratorError) == lost
 
 
-def test_nothing_is_served_by_a_device_that_is_lost(monkeypatch):
-    def refuse(*_):
-        raise torch.AcceleratorError("lost")
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("during", ["recording", "comparing"])
+def test_nothing_is_served_by_a_device_that_is_lost(lost, during, monkeypatch, caplog):
+    """Memory that the driver itself has not is such an error, too."""
+
+    def refuse(*_, **__):
+        raise torch.AcceleratorError("out of memory")
 
     decoder = on_triton(tiny("nope", SdpaAttention), monkeypatch)
-    monkeypatch.setattr(Recorded, "__call__", refuse)
-    with pytest.raises(torch.AcceleratorError):
-        made(decoder, warm_cache(decoder))
+    if during == "recording":
+        monkeypatch.setattr(Recorded, "__call__", refuse)
+    else:
+        monkeypatch.setattr(graphs, "_agrees", refuse)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse if lost else lambda device: None)
+    if lost:
+        with pytest.raises(torch.AcceleratorError):
+            made(decoder, warm_cache(decoder))
+    else:
+        assert made(decoder, warm_cache(decoder)) is decoder
+        assert "without CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize(("encoding", "crowded"), [("t5", CROWDED), ("t5-materialised", 1)])
+def test_a_dense_bias_has_no_larger_steps_than_the_cache(encoding, crowded, monkeypatch):
+    """It takes memory for each request and key of a bucket."""
+    asked = []
+
+    def none(*_, crowded, **__):
+        asked.append(crowded)
+        return []
+
+    decoder = on_triton(tiny(encoding, SdpaAttention), monkeypatch)
+    monkeypatch.setattr(graphs, "buckets", none)
+    made(decoder, warm_cache(decoder))
+    assert asked == [crowded]
 
 
 def test_a_device_that_records_nothing_serves_all_the_same(monkeypatch, caplog):

@@ -11,7 +11,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.server import hardware
 from ropewalk.server.errors import CommandError
 from tests.cache.shape import Shape
-from tests.model.tiny import CONFIG
+from tests.model.tiny import CONFIG, on_triton, tiny
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -208,13 +208,20 @@ def test_a_gpu_gets_freed_memory_back_if_it_is_in_use(monkeypatch, used):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "max_seqs", "device", "tokens"),
+    ("wanted", "max_seqs", "encoding", "tokens"),
     [
-        (None, 64, "cpu", 512),
-        (None, 64, "cuda", 2048),
-        (None, 3000, "cuda", 3000),
-        (99, 64, "cuda", 99),
+        (None, 64, "t5", 2048),
+        (None, 64, "t5-materialised", 512),
+        (None, 64, "fire", 512),
+        (None, 3000, "rope", 3000),
+        (99, 64, "rope", 99),
     ],
 )
-def test_a_gpu_computes_more_tokens_in_a_step(wanted, max_seqs, device, tokens):
-    assert hardware.num_step_tokens(wanted, max_seqs, torch.device(device)) == tokens
+def test_a_gpu_computes_more_tokens_in_a_step(wanted, max_seqs, encoding, tokens):
+    """Unless memory grows with them and with all that is before them."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    on_gpu = on_triton(tiny(encoding))
+    assert hardware.num_step_tokens(wanted, max_seqs, on_gpu) == tokens
+    assert hardware.num_step_tokens(wanted, max_seqs, tiny(encoding)) == min(
+        tokens, max(max_seqs, 512)
+    )

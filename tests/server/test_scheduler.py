@@ -507,8 +507,6 @@ def test_what_follows_is_foreseen_until_answers_end():
 @pytest.mark.parametrize(
     "params",
     [
-        {"top_p": 0.9},
-        {"min_p": 0.1},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.1},
         {"frequency_penalty": -0.1},
@@ -525,7 +523,7 @@ def test_nothing_is_foreseen_where_tokens_make_a_difference(params):
 
 
 @pytest.mark.parametrize(
-    "params", [{"top_k": 3, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}, {"logprobs": 2}]
+    "params", [{"top_k": 3, "top_p": 0.9}, {"top_p": 0.9}, {"min_p": 0.1}, {"logprobs": 2}]
 )
 def test_what_a_device_picks_by_itself_is_foreseen(params):
     s = scheduler()

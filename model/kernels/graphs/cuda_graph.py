@@ -32,7 +32,7 @@ class CudaGraphs:
         try:
             return self._recorded(compute)
         except torch.AcceleratorError as error:
-            torch.cuda.synchronize(self._device)  # which fails, too, if the device is lost
+            require_device(error, self._device)
             raise RuntimeError(f"this cannot be recorded: {error}") from error
 
     def _recorded(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -55,6 +55,12 @@ class CudaGraphs:
             return result
 
         return replay
+
+
+def require_device(error: Exception, device: torch.device) -> None:
+    """Raises torch.AcceleratorError if the device is lost, which not every such error says."""
+    if isinstance(error, torch.AcceleratorError):
+        torch.cuda.synchronize(device)
 
 
 @contextmanager

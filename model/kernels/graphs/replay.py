@@ -18,7 +18,8 @@ from ropewalk.model.decoder import Forward
 
 SHORTEST = 1024  # tokens: shorter contexts have no buckets of their own
 # Tokens of a bucket's requests, for each of the cache: one long request may be among many short
-# ones. What their kernels need for a token is a small part of its keys and values.
+# ones. What their kernels need for a token is a small part of its keys and values, unless a bias is
+# dense.
 CROWDED = 8
 
 Compute = Callable[[], Tensor]
@@ -116,13 +117,15 @@ def _contexts(batch: ForwardBatch) -> tuple[ForwardBatch, ...]:
     return (batch,) if batch.cross is None else (batch, batch.cross.seen)
 
 
-def buckets(kv: KVCache, max_seqs: int, max_context: int, *, encoded: bool = False) -> list[Bucket]:
+def buckets(
+    kv: KVCache, max_seqs: int, max_context: int, *, encoded: bool = False, crowded: int = CROWDED
+) -> list[Bucket]:
     """Largest first, so that later recordings fit into the memory of the first.
 
     Powers of two of requests by powers of four of tokens. Combinations whose contexts exceed the
     cache too far are left out: their kernels need more memory than such steps are worth.
     """
-    room = max(CROWDED * kv.blocks * kv.block_size, max_seqs * SHORTEST)
+    room = max(crowded * kv.blocks * kv.block_size, max_seqs * SHORTEST)
     sizes = [
         (requests, context)
         for requests in _steps(1, 2, max_seqs)

@@ -33,7 +33,7 @@ MOST_KEYS = 64
 # Of the loop over keys. Two are spent on the block table, from which addresses follow: with fewer
 # than five, the compiler waits for a tile before it asks for the next. Wide heads leave no room for
 # as many where shared memory is small.
-STAGES, FEW_STAGES = 5, 3
+STAGES, FEW_STAGES, LEAST_STAGES = 5, 3, 2  # the last where the smallest tiles are too large
 # Products are added unrounded. Said at every launch, as Triton 3.9 warns where it is not said, and
 # 3.10 will not do it unasked.
 FUSED = {"enable_fp_fusion": True}
@@ -93,7 +93,6 @@ class TritonAttention:
             **given,
             SPLIT=SPLIT,
             QUERIES=LEAST,
-            num_stages=self.stages,
         )
         self.kernels.merge[requests, spec.num_heads](
             *(parts, maxima, sums, out, batch.query_starts, batch.context_lens, splits),
@@ -113,6 +112,7 @@ class TritonAttention:
         spec = self.spec
         # float32 products use no tensor cores and need more registers.
         rows = 2 * LEAST if spec.dtype is torch.float32 else 4 * LEAST
+        rows = LEAST if given["num_stages"] == LEAST_STAGES else rows
         requests = len(batch.context_lens)
         tiles = len(q) * (spec.num_heads // spec.num_kv_heads) // rows + requests
         self.kernels.attend[(tiles * spec.num_kv_heads,)](
@@ -120,7 +120,6 @@ class TritonAttention:
             **given,
             SPLIT=0,
             QUERIES=rows,
-            num_stages=self.stages,
             num_warps=8 if spec.head_dim > 64 else 4,
         )
 
@@ -131,6 +130,7 @@ class TritonAttention:
         width = _padded(spec.head_dim)
         # Beside keys that are rotated lie their cosines and sines, in float32.
         tile = self.tile_bytes if rotation is None else self.tile_bytes // 2
+        keys = tile // (width * q.element_size())
         return {
             "q_row": row,
             "q_head": head,
@@ -143,7 +143,8 @@ class TritonAttention:
             "WINDOW": spec.window or 0,
             "CAUSAL": spec.causal,
             "SCALED": isinstance(kv, Int8LayerKV),
-            "KEYS": max(LEAST, min(MOST_KEYS, tile // (width * q.element_size()))),
+            "KEYS": max(LEAST, min(MOST_KEYS, keys)),
+            "num_stages": self.stages if keys >= LEAST else LEAST_STAGES,
             "DIMS": width,
             "WIDE": q.device.type == "cpu",
             **FUSED,

@@ -48,7 +48,8 @@ def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
     attend = TritonAttention(given)
     attend.tile_bytes, attend.stages = size_of_loop(int(shared), head_dim)
     attend.kernels = on_gpu(attention_kernels, "attend", "merge")
-    rope = made(KeyStorage(storage), dtype, width=head_dim)
+    share = 4 if int(bias) % 2 else 3  # quarters of a head that rotate
+    rope = made(KeyStorage(storage), dtype, width=head_dim * share // 4)
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
 
     for layout in (*get_args(Layout), None):
