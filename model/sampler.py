@@ -43,7 +43,7 @@ class Sampler:
         `candidates`: how many of the most likely tokens are tried first where top_p or min_p
         truncates; more are tried where these do not suffice.
         """
-        picked, held = self.begin(rows, asks, candidates).read()
+        picked, held = self.begin(rows, asks, candidates=candidates).read()
         short = [i for i, holds in enumerate(held) if picked[i].finite and not holds]
         if short:
             again = [asks[i] for i in short]
@@ -64,14 +64,24 @@ class Sampler:
             if count is not None:
                 yield members, self.scores(taken(rows, members), taken(tokens, members), count)
 
-    def begin(self, rows: Tensor, asks: Sequence[Ask], candidates: int | None = None) -> "Picking":
-        """Like `pick`, without waiting; None: as many candidates as may be needed."""
+    def begin(
+        self,
+        rows: Tensor,
+        asks: Sequence[Ask],
+        coming: Tensor | None = None,
+        candidates: int | None = None,
+    ) -> "Picking":
+        """Like `pick`, without waiting.
+
+        coming: as for `adjusted`. candidates: None for as many as may be needed.
+        """
         largest, tokens = self.largest(rows)
         enough = None
         drawing = [i for i, ask in enumerate(asks) if not ask.takes_largest]
         if drawing:
             asked = [asks[i] for i in drawing]
-            wide = self.allow(adjusted(taken(rows, drawing), asked), asked)
+            before = None if coming is None else taken(coming, drawing)
+            wide = self.allow(adjusted(taken(rows, drawing), asked, before), asked)
             parts = [(drawing, self.draw(wide, asked, candidates))]
             others = [i for i, ask in enumerate(asks) if ask.takes_largest]
             if others:
@@ -205,27 +215,73 @@ def _joined(parts: Sequence[tuple[list[int], Drawn]]) -> Drawn:
     return tokens, enough
 
 
-def adjusted(rows: Tensor, asks: Sequence[Ask]) -> Tensor:
-    """Rows [S, vocab] as float32 or wider, with biases, penalties and forbidden tokens applied."""
+def adjusted(rows: Tensor, asks: Sequence[Ask], coming: Tensor | None = None) -> Tensor:
+    """Rows [S, vocab] as float32 or wider, with biases, penalties and forbidden tokens applied.
+
+    coming: the tokens [S] before those to be picked, where only the device knows them.
+    """
     wide = torch.promote_types(rows.dtype, torch.float32)
-    changes = [
-        (index, token, *how)
-        for index, ask in enumerate(asks)
-        if ask.changes_logits
-        for token, how in ask.changes().items()
-        if token < rows.shape[-1]  # tokens without a logit are never picked anyway
-    ]
-    if not changes:
+    if not any(ask.changes_logits for ask in asks):
         return rows.to(wide)
     rows = rows.to(wide, copy=True)
-    row, token, bias, penalty, less = tensor_on(rows.device, changes, torch.float64).unbind(1)
-    place = row.long(), token.long()
-    values = rows[place] + bias.to(wide)
-    values = torch.where(values > 0, values / penalty.to(wide), values * penalty.to(wide))
-    # A tiny penalty makes a logit infinite, which softmax cannot handle.
-    values = values.clamp(max=torch.finfo(wide).max)
-    rows[place] = values - less.to(wide)
+    vocab = rows.shape[-1]  # tokens without a logit are never picked anyway
+    biases = [
+        (index, token, bias)
+        for index, ask in enumerate(asks)
+        for token, bias in ask.params.logit_bias.items()
+        if token < vocab
+    ]
+    if biases:
+        row, token, bias = tensor_on(rows.device, biases, torch.float64).unbind(1)
+        rows[row.long(), token.long()] += bias.to(wide)
+    if any(ask.params.penalises for ask in asks):
+        _penalise(rows, asks, coming)
+    forbidden = [
+        (index, token) for index, ask in enumerate(asks) for token in ask.forbidden if token < vocab
+    ]
+    if forbidden:
+        row, token = tensor_on(rows.device, forbidden).unbind(1)
+        rows[row, token] = -torch.inf
     return rows
+
+
+def _penalise(rows: Tensor, asks: Sequence[Ask], coming: Tensor | None) -> None:
+    """Applies penalties for all preceding tokens to rows [S, vocab].
+
+    The repetition penalty considers prompt and answer, the other two only the answer.
+    """
+    parts = []
+    for index, ask in enumerate(asks):
+        if ask.params.penalises and ask.tokens:
+            ask.history.follow(ask.tokens, ask.num_prompt)
+            known = [ask.history.tokens, ask.history.counts]
+            own = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in known])
+            parts.append(torch.cat((torch.full_like(own[:1], index), own)))
+    known = torch.cat(parts, dim=1)
+    row, token, count = sent(known[:, known[1] < rows.shape[-1]], rows.device)
+    rules = [
+        (each.repetition_penalty, each.presence_penalty, each.frequency_penalty)
+        for each in (ask.params for ask in asks)
+    ]
+    rule = tensor_on(rows.device, rules, torch.float64).to(rows.dtype)
+    if coming is not None:
+        again = token == coming[row]
+        count = count + again
+        seen = torch.zeros_like(coming).index_add_(0, row, again.long())
+    rows[row, token] = _penalised(rows[row, token], count, rule[row])
+    if coming is not None:
+        every = torch.arange(len(rows), device=rows.device)
+        last = rows[every, coming]
+        rows[every, coming] = torch.where(seen > 0, last, _penalised(last, seen + 1, rule))
+
+
+def _penalised(logits: Tensor, counts: Tensor, rule: Tensor) -> Tensor:
+    """Logits [n] of tokens that an answer has `counts` times [n], by their rules [n, 3]."""
+    repetition, presence, frequency = rule.unbind(1)
+    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+    # A tiny penalty makes a logit infinite, which softmax cannot handle.
+    logits = logits.clamp(max=torch.finfo(logits.dtype).max)
+    return logits - presence * (counts > 0) - frequency * counts
 
 
 def _truncation(ask: Ask) -> tuple[int, bool]:

@@ -1,9 +1,8 @@
 """What is asked of the sampler: by a client, and for one row of logits. Plain data, no torch."""
 
-from collections import Counter, defaultdict
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Protocol
 
 
@@ -38,13 +37,30 @@ class SamplingParams:
         return self.temperature < 1e-5
 
     @property
-    def needs_host(self) -> bool:
-        """Whether the host takes part in picking a token, or in what is returned with it.
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
-        Penalties need the preceding tokens, which the host knows.
-        """
-        penalised = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
-        return bool(penalised or self.min_tokens or self.prompt_logprobs is not None)
+
+class History:
+    """The tokens of a prompt and its answer, each once, and how often the answer has it."""
+
+    __slots__ = ("_places", "_read", "counts", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens, self.counts = array("q"), array("q")
+        self._places: dict[int, int] = {}
+        self._read = 0
+
+    def follow(self, tokens: Sequence[int], num_prompt: int) -> None:
+        """Look at those tokens, always of the same request, that are new since the last call."""
+        for at in range(self._read, len(tokens)):
+            place = self._places.setdefault(tokens[at], len(self.tokens))
+            if place == len(self.tokens):
+                self.tokens.append(tokens[at])
+                self.counts.append(0)
+            self.counts[place] += at >= num_prompt
+        self._read = len(tokens)
 
 
 class Allowed(Protocol):
@@ -68,18 +84,13 @@ class Ask:
     num_prompt: int
     uniform: float  # in [0, 1): selects the token; unused when greedy
     allowed: Allowed | None = None
+    coming: bool = False  # whether another token precedes that only the device knows yet
+    history: History = field(default_factory=History)  # of `tokens`, as far as it was needed
 
     @property
     def changes_logits(self) -> bool:
         """Whether logits must be adjusted before a token is picked."""
-        params = self.params
-        return bool(
-            params.logit_bias
-            or params.repetition_penalty != 1
-            or params.presence_penalty
-            or params.frequency_penalty
-            or (self._forbids_stops and params.stop_ids)
-        )
+        return bool(self.params.logit_bias or self.params.penalises or self.forbidden)
 
     @property
     def takes_largest(self) -> bool:
@@ -87,30 +98,11 @@ class Ask:
         return self.params.greedy and not self.changes_logits and self.allowed is None
 
     @property
-    def _forbids_stops(self) -> bool:
-        """Whether the answer is too short to end; `allowed` has been made with that in mind."""
-        short = len(self.tokens) - self.num_prompt < self.params.min_tokens
-        return short and self.allowed is None
-
-    def changes(self) -> Mapping[int, tuple[float, float, float]]:
-        """By token: a bias to add, the repetition penalty, and what to subtract after it.
-
-        The repetition penalty considers prompt and answer, the other two only the answer.
-        Stop tokens are forbidden while the answer is shorter than min_tokens.
-        """
-        params, changes = self.params, defaultdict[int, list[float]](lambda: [0.0, 1.0, 0.0])
-        for token, bias in params.logit_bias.items():
-            changes[token][0] = bias
-        if params.repetition_penalty != 1:
-            for token in set(self.tokens):
-                changes[token][1] = params.repetition_penalty
-        if params.presence_penalty or params.frequency_penalty:
-            for token, count in Counter(self.tokens[self.num_prompt :]).items():
-                changes[token][2] = params.presence_penalty + params.frequency_penalty * count
-        if self._forbids_stops:
-            for token in params.stop_ids:
-                changes[token][2] = inf
-        return {token: (bias, penalty, less) for token, (bias, penalty, less) in changes.items()}
+    def forbidden(self) -> frozenset[int]:
+        """The stop tokens, while the answer is too short; `allowed` has been made with that."""
+        generated = len(self.tokens) + self.coming - self.num_prompt
+        short = generated < self.params.min_tokens and self.allowed is None
+        return self.params.stop_ids if short else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

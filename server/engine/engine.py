@@ -295,7 +295,7 @@ class Runner:
         forward = batch.forward
         if after is not None:
             forward = replace(forward, coming=after.tokens([each.request for each in work]))
-        return Sampling(self._forward(forward, self._kv), batch, self._sampler)
+        return Sampling(self._forward(forward, self._kv), batch, self._sampler, forward.coming)
 
     def build(self, work: tuple[Work, ...]) -> StepBatch:
         return self._batches.of(work)
@@ -305,26 +305,31 @@ class Runner:
 
 
 class Sampling:
-    """A `sample` that is under way on the device, for requests none of which `needs_host`.
+    """A `sample` that is under way on the device, without log-probabilities of prompts.
 
     logits [S, vocab]: one row of each request, in the order of `batch.samples`. With a grammar, it
     begins when its tokens are first asked for: what may come next depends on the tokens of the
     step before, which are known by then, and is looked for while the device computes `logits`.
     """
 
-    def __init__(self, logits: Tensor, batch: StepBatch, sampler: Sampler) -> None:
+    def __init__(
+        self, logits: Tensor, batch: StepBatch, sampler: Sampler, coming: Tensor | None
+    ) -> None:
+        """coming: the tokens before those to be picked, if the host does not know them yet."""
         self._requests = [each.request for each in batch.samples]
         self._logits, self._samples, self._sampler = logits, batch.samples, sampler
         self._failed: dict[str, Sampled] = {}
-        if all(request.matcher is None for request in self._requests):
+        self._coming = coming if all(each.matcher is None for each in self._requests) else None
+        if all(each.matcher is None for each in self._requests):
             _ = self._picking
 
     @cached_property
     def _picking(self) -> Picking:
-        return self._sampler.begin(self._logits, [self._ask(each) for each in self._samples])
+        asks = [self._ask(each) for each in self._samples]
+        return self._sampler.begin(self._logits, asks, self._coming)
 
     def _ask(self, sample: Sample) -> Ask:
-        ask = _ask(sample)
+        ask = _ask(sample, coming=self._coming is not None)
         try:
             if ask.allowed is not None:
                 ask.allowed.bits()
@@ -377,13 +382,14 @@ def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str
     return {of.request.id: each for of, each in zip(batch.samples, sampled, strict=True)}
 
 
-def _ask(sample: Sample) -> Ask:
+def _ask(sample: Sample, *, coming: bool = False) -> Ask:
     request = sample.request
     uniform = 0.0 if request.params.greedy else request.draw(sample.place)
     allowed = None
     if request.matcher is not None:
         allowed = request.matcher.allowed(request.params, sample.place)
-    return Ask(request.params, request.tokens, request.num_prompt, uniform, allowed)
+    known = request.tokens, request.num_prompt
+    return Ask(request.params, *known, uniform, allowed, coming, request.history)
 
 
 def _sampled_together(rows: Tensor, asks: Sequence[Ask], sampler: Sampler) -> list[Sampled] | None:

@@ -13,7 +13,7 @@ from ropewalk.cache.manager import BlockCounts
 from ropewalk.cache.types import OpReport
 from ropewalk.model.config import Pooling
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
-from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.sampling import History, SamplingParams
 from ropewalk.server.errors import PromptTooLong, ServeError
 from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.structured.matcher import Matcher
@@ -79,6 +79,7 @@ class Request:
     first_token: float | None = None
     preemptions: int = 0
     computed_before: int = 0  # prompt tokens, at most, whenever it was preempted
+    history: History = field(default_factory=History, init=False)  # of `tokens`, for penalties
     draws: list[float] = field(default_factory=list)  # from `rng`, by token of the answer
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     # By position; nothing predicts the first token of a prompt.

@@ -233,10 +233,10 @@ class Scheduler:
     def foresee(self, plan: Plan) -> Plan | None:
         """The plan after `plan`, before that is recorded; None if it may depend on `plan`'s tokens.
 
-        It may when some request gets no token or one that the host must pick, when another request
-        may be admitted, or when the cache lacks room. Work foreseen for a request that turns out
-        to have ended is skipped when it is recorded. Requests keep the blocks reserved here, even
-        when the result is None.
+        It may when some request gets no token or log-probabilities of its prompt, when another
+        request may be admitted, or when the cache lacks room. Work foreseen for a request that turns
+        out to have ended is skipped when it is recorded. Requests keep the blocks reserved here,
+        even when the result is None.
         """
         going = [work for work in plan.work if self.runs(work.request)]
         if self._queue.may_admit() or len(going) < len(self._running):
@@ -244,7 +244,8 @@ class Scheduler:
         following = []
         for work in going:
             request, known = work.request, work.start + work.count
-            if not work.samples or request.params.needs_host or request.pooling is not None:
+            noted = request.params.prompt_logprobs is not None  # by the host
+            if not work.samples or noted or request.pooling is not None:
                 return None
             if known + 1 - request.num_prompt + request.dropped >= request.params.max_tokens:
                 if self.waiting:

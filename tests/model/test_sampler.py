@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -20,7 +21,7 @@ from ropewalk.model.sampler import (
     ranked,
     token_scores,
 )
-from ropewalk.model.sampling import Ask, SamplingParams
+from ropewalk.model.sampling import Ask, History, SamplingParams
 from tests.products import combined, pairs
 
 
@@ -310,6 +311,41 @@ def test_all_adjustments_together_come_in_order():
 def test_the_repetition_penalty_counts_no_token_twice():
     row, chosen = torch.tensor([4.0, -1.0]), params(repetition_penalty=2.0)
     assert adjusted_row(row, chosen, [0, 0, 1], [0, 1]).tolist() == [2.0, -2.0]
+
+
+PENALTIES = (
+    {"repetition_penalty": 1.7},
+    {"presence_penalty": 0.5, "frequency_penalty": -0.25},
+    {"repetition_penalty": 0.6, "presence_penalty": -0.5, "logit_bias": {3: 2.0, 900: 1.0}},
+    {"min_tokens": 4, "stop_ids": frozenset({2, 900})},
+    {},
+)
+
+
+def test_an_answer_that_grows_is_penalised_as_one_that_is_there():
+    """Its history is read on, not anew; tokens may have no logit."""
+    rng = random.Random(0)
+    rows = torch.randn(len(PENALTIES), 30, generator=torch.Generator().manual_seed(0))
+    tokens = [[rng.randrange(40) for _ in range(5)] for _ in PENALTIES]
+    growing = [
+        Ask(params(**own), known, 3, 0.0) for own, known in zip(PENALTIES, tokens, strict=True)
+    ]
+    for _ in range(40):
+        fresh = [replace(ask, history=History()) for ask in growing]
+        assert torch.equal(adjusted(rows, growing), adjusted(rows, fresh))
+        for known in tokens:
+            known.append(rng.randrange(40))
+
+
+@pytest.mark.parametrize("last", range(6))
+def test_a_token_that_only_the_device_knows_is_penalised_as_others(last):
+    """In prompt and answer, in the prompt alone, in the answer alone, and new."""
+    rows = torch.randn(len(PENALTIES), 30, generator=torch.Generator().manual_seed(last))
+    known = [0, 1, 2, 3, 29, 0, 3, 4]
+    asks = [Ask(params(**own), known, 5, 0.0, coming=True) for own in PENALTIES]
+    whole = [replace(ask, tokens=[*known, last], coming=False) for ask in asks]
+    coming = torch.full((len(asks),), last)
+    assert torch.equal(adjusted(rows, asks, coming), adjusted(rows, whole))
 
 
 @pytest.mark.parametrize("penalty", [1e-38, 1e-40, 1e-46])

@@ -149,7 +149,7 @@ def test_a_row_that_cannot_be_sampled_draws_for_nobody_twice(ahead, caplog):
 @both
 @pytest.mark.parametrize("place", ["forward", "sampling", "reading"])
 def test_a_lost_device_is_no_requests_fault(place, ahead, monkeypatch):
-    def lost(*_):
+    def lost(*_, **__):
         raise torch.AcceleratorError("device-side assert")
 
     if place == "sampling":
