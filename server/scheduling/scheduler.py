@@ -234,9 +234,9 @@ class Scheduler:
         """The plan after `plan`, before that is recorded; None if it may depend on `plan`'s tokens.
 
         It may when some request gets no token or log-probabilities of its prompt, when another
-        request may be admitted, or when the cache lacks room. Work foreseen for a request that turns
-        out to have ended is skipped when it is recorded. Requests keep the blocks reserved here,
-        even when the result is None.
+        request may be admitted, or when the cache lacks room. Work foreseen for a request that
+        turns out to have ended is skipped when it is recorded. Requests keep the blocks reserved
+        here, even when the result is None.
         """
         going = [work for work in plan.work if self.runs(work.request)]
         if self._queue.may_admit() or len(going) < len(self._running):
