@@ -254,8 +254,8 @@ def _penalise(rows: Tensor, asks: Sequence[Ask], coming: Tensor | None) -> None:
     for index, ask in enumerate(asks):
         if ask.params.penalises and ask.tokens:
             ask.history.follow(ask.tokens, ask.num_prompt)
-            known = [ask.history.tokens, ask.history.counts]
-            own = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in known])
+            both = ask.history.tokens, ask.history.counts
+            own = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in both])
             parts.append(torch.cat((torch.full_like(own[:1], index), own)))
     known = torch.cat(parts, dim=1)
     row, token, count = sent(known[:, known[1] < rows.shape[-1]], rows.device)
