@@ -250,7 +250,7 @@ def _penalise(rows: Tensor, asks: Sequence[Ask], coming: Tensor | None) -> None:
 
     The repetition penalty considers prompt and answer, the other two only the answer.
     """
-    parts = []
+    parts = [torch.empty(3, 0, dtype=torch.int64)]
     for index, ask in enumerate(asks):
         if ask.params.penalises and ask.tokens:
             ask.history.follow(ask.tokens, ask.num_prompt)
