@@ -38,6 +38,7 @@ class Service:
     block_size: int  # tokens
     max_seqs: int = 64
     max_step_tokens: int = 512
+    lone_factor: int = 2  # a request alone gets so many times the tokens of a step
 
     def step_s(self, batch: int) -> float:
         """The time of a step in which `batch` requests get a token: lines through `steps`."""
@@ -80,6 +81,7 @@ def mean(found: Sequence[Service]) -> Service:
         block_size=one.block_size,
         max_seqs=one.max_seqs,
         max_step_tokens=one.max_step_tokens,
+        lone_factor=one.lone_factor,
     )
 
 
@@ -101,7 +103,7 @@ async def measure(server: Server, traffic: Traffic, vocab_size: int, seed: str) 
     (cache,) = (card for card in cards if server.model in (None, card["model"]))
     found = deduce(traffic, alone, steps, known, unknown)
     blocks = sum(cache["blocks"].values())
-    return replace(found, blocks=blocks, block_size=cache["block_size"])
+    return replace(found, blocks=blocks, block_size=cache["block_size"], **cache["limits"])
 
 
 def deduce(

@@ -22,7 +22,6 @@ from ropewalk.load_tests.plan.traffic import Call
 from ropewalk.load_tests.workload.arrivals import arrival_offsets
 
 Process = Generator[simpy.Event, Any, None]
-_LONE_FACTOR = 2  # a request alone gets so many times the tokens of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,8 @@ class _Replica:
         """
         service = self._service
         alone = len(self._prompts) + len(self._answers) + len(self._waiting) == 1
-        budget = service.max_step_tokens * (_LONE_FACTOR if alone else 1) - len(self._answers)
+        most = service.max_step_tokens * (service.lone_factor if alone else 1)
+        budget = most - len(self._answers)
         seconds, planned, ends = 0.0, [], 0
         for job in chain(tuple(self._prompts), iter(self._admit, None)):
             tokens = min(max(budget, 1), job.call.prompt_tokens - job.computed)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ropewalk.server.app.watching import Watch
 
 _EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+LIMITS = ("max_seqs", "max_step_tokens", "lone_factor")  # that the engine has for a step
 RESTS_ON = (
     "seconds for one block over all layers, measured when the model was loaded: rotating its keys "
     "and copying its entries as part of a long run of blocks, and computing its tokens with none "
@@ -154,6 +155,7 @@ def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[
         "block_size": planner.block_size,
         "bytes_per_token": planner.bytes_per_token,
         "max_context": served.max_context,
+        "limits": {name: getattr(view.limits, name) for name in LIMITS},
         **counts(view),
         "requests": [described_request(request) for request in view.running],
         "kept": [described_kept(kept) for kept in view.kept],

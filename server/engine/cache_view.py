@@ -11,7 +11,7 @@ from ropewalk.cache.keeper import SpillCounts
 from ropewalk.cache.manager import BlockCounts, CacheManager, PoolView
 from ropewalk.cache.types import Audit
 from ropewalk.server.scheduling.kept import Kept
-from ropewalk.server.scheduling.request import Overflow, Request
+from ropewalk.server.scheduling.request import Limits, Overflow, Request
 from ropewalk.server.scheduling.scheduler import Scheduler
 
 
@@ -65,6 +65,7 @@ class CacheView:
     running: tuple[RequestView, ...]  # oldest first
     kept: tuple[KeptView, ...]  # least recently used first
     waiting: int
+    limits: Limits
     shared: Mapping[int, tuple[str, ...]]
     audit: AuditView
     spill: SpillCounts  # what the second place holds
@@ -81,6 +82,7 @@ def view(manager: CacheManager, scheduler: Scheduler, audit: AuditView) -> Cache
         running=tuple(_request(manager, request) for request in scheduler.running),
         kept=tuple(_kept(manager, kept) for kept in scheduler.kept.all()),
         waiting=len(scheduler.waiting),
+        limits=scheduler.limits,
         shared=_shared(manager, pool),
         audit=audit,
         spill=manager.spilled(),

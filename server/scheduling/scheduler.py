@@ -87,7 +87,7 @@ class Scheduler:
         self.computed_prompt_tokens = 0  # running total, recomputation excluded
         self.forced_tokens = 0  # running total of tokens that grammars added without a draw
         self._cache = cache
-        self._limits = limits
+        self.limits = limits
         self._clock = clock
         # Ordered, because an abort finds its request at once.
         self._running: OrderedDict[str, Request] = OrderedDict()
@@ -220,7 +220,7 @@ class Scheduler:
 
     def _budget(self) -> _Budget:
         """The most tokens that the next step may compute."""
-        limits = self._limits
+        limits = self.limits
         alone = len(self._running) + len(self.waiting) == 1
         most = limits.max_step_tokens * (limits.lone_factor if alone else 1)
         many = self._queue.crowds()
@@ -251,7 +251,7 @@ class Scheduler:
                 if self.waiting:
                     return None
                 continue  # it ends with the token that it gets now
-            if known + 1 >= self._limits.max_context:
+            if known + 1 >= self.limits.max_context:
                 return None
             if not self._cache.grow(request.id, known + 1):
                 return None
@@ -297,10 +297,10 @@ class Scheduler:
         encoded = {request.encoded for request in self._running.values() if request.source}
         if self._running.keys() | encoded | self.kept.ids != self._cache.sequences:
             raise InvariantError("those that run or are kept are not those that hold blocks")
-        if len(self._running) > self._limits.max_seqs:
+        if len(self._running) > self.limits.max_seqs:
             raise InvariantError("too many requests run")
         for request in self._running.values():
-            if not 0 <= request.computed < request.context_length <= self._limits.max_context:
+            if not 0 <= request.computed < request.context_length <= self.limits.max_context:
                 raise InvariantError(f"{request.id} has counts that cannot be")
         self._queue.check()
         sources = {request.encoded for request in waiting.values() if request.source}
@@ -311,7 +311,7 @@ class Scheduler:
         """Its next tokens. Those of an answer, if several are to be computed again, are as much
         work as those of several requests, so that a step computes no more of them."""
         known, of_prompt = request.context_length, request.context_prompt
-        most = max(of_prompt - request.computed, 0) + self._limits.max_seqs
+        most = max(of_prompt - request.computed, 0) + self.limits.max_seqs
         return Work(request, request.computed, min(known - request.computed, budget, most))
 
     def _grow(self, request: Request) -> bool:
@@ -339,7 +339,7 @@ class Scheduler:
 
         Short: it takes a small part of a step. Another: a list of prompts, or another client.
         """
-        if not self.waiting or self._queue.no_room or len(self._running) >= self._limits.max_seqs:
+        if not self.waiting or self._queue.no_room or len(self._running) >= self.limits.max_seqs:
             return None
         most = budget - len(self._running)
         for long in reversed(self._running.values()):
@@ -359,7 +359,7 @@ class Scheduler:
         """
         first_time = []
         forking: set[str] = set()
-        while self.waiting and budget.left > 0 and len(self._running) < self._limits.max_seqs:
+        while self.waiting and budget.left > 0 and len(self._running) < self.limits.max_seqs:
             request = quick or self._queue.next(forking | self._queue.barred() | budget.barred)
             if request is None:
                 break
@@ -418,7 +418,7 @@ class Scheduler:
         a token at a time is dropped or ends the answer."""
         if request.params.logprobs is not None:
             return 0
-        return max(0, self._limits.max_context - request.context_length - 2)
+        return max(0, self.limits.max_context - request.context_length - 2)
 
     def _append(self, request: Request, result: Sampled, now: float, *, last: bool) -> TokenEvent:
         """last: whether its grammar, if any, has come no further than this token."""

@@ -225,7 +225,8 @@ class Served:
 
     async def cache(self, server, path) -> dict:
         blocks = {"free": 5, "active": 1, "cached": 4, "quarantined": 0}
-        return {"data": [{"model": "m", "block_size": 16, "blocks": blocks}]}
+        limits = {"max_seqs": 7, "max_step_tokens": 2048, "lone_factor": 1}
+        return {"data": [{"model": "m", "block_size": 16, "blocks": blocks, "limits": limits}]}
 
 
 def test_times_are_found_again(tmp_path):
@@ -262,6 +263,7 @@ def test_a_server_is_measured(monkeypatch):
     assert [batch for batch, _ in found.steps] == list(service.BATCHES)
     assert [seconds for _, seconds in found.steps] == pytest.approx([0.01] * len(found.steps))
     assert (found.blocks, found.block_size) == (10, 16)
+    assert (found.max_seqs, found.max_step_tokens, found.lone_factor) == (7, 2048, 1)
     assert {length for _, length in served.asked} == {20, 80, 160, 320}
 
 

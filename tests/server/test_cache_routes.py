@@ -95,6 +95,7 @@ def test_idle_caches_are_shown() -> None:
         "block_size": BLOCK,
         "bytes_per_token": BYTES,
         "max_context": 512,
+        "limits": {"max_seqs": 16, "max_step_tokens": 64, "lone_factor": 1},
         "blocks": {"free": 39, "active": 0, "cached": 0, "quarantined": 0},
         "audit": {"mode": "full", "sealed_now": 0, "sealed": 0, "verified": 0, "mutated": 0},
         "spill": dict.fromkeys(("blocks", "free", "waiting", "cached", *MOVES), 0),

@@ -171,7 +171,7 @@ def test_running_requests_beyond_the_budget_wait_for_the_next_step():
     add(s, "a", [1], max_tokens=2)
     add(s, "b", [2], max_tokens=4)
     step(s)
-    s._limits = Limits(4, 1, 64, 100)
+    s.limits = Limits(4, 1, 64, 100)
     assert shape(step(s)[0]) == [("a", 1, 1)]
     assert shape(step(s)[0]) == [("b", 1, 1)]
 
@@ -642,11 +642,11 @@ def test_check_sees_damage(damage):
 def test_check_sees_too_many_running():
     s = scheduler(seqs=1)
     step_limits = Limits(2, 64, 64, 100)
-    s._limits, limits = step_limits, s._limits
+    s.limits, limits = step_limits, s.limits
     add(s, "a")
     add(s, "b")
     step(s)
-    s._limits = limits
+    s.limits = limits
     with pytest.raises(InvariantError, match="too many"):
         s.check()
 
