@@ -30,7 +30,7 @@ def opened(browser):
 
     def open_page(address: str):
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(30_000)
         own = urlsplit(address)[:2]  # scheme and host; of a file, no host
 
         def look(request) -> None:
