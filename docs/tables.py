@@ -324,5 +324,7 @@ def replaced(page: str, table: list[str]) -> str:
 
 
 if __name__ == "__main__":
+    if unknown := set(sys.argv[1:]) - set(PAGES):
+        sys.exit(f"{', '.join(sorted(unknown))}: there are tables in {', '.join(PAGES)}")
     for name in sys.argv[1:] or PAGES:
         (DOCS / name).write_text(current(name))

@@ -44,7 +44,7 @@ class Tracing:
         except ImportError:
             raise CommandError(
                 "--otlp-endpoint needs packages that are not installed; install them with: "
-                'pip install "ropewalk[otel]"'
+                'pip install "ropewalk[otel]", or -e ".[otel]" in a clone'
             ) from None
         export = import_module("opentelemetry.sdk.trace.export")
         resources = import_module("opentelemetry.sdk.resources")

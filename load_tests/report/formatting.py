@@ -114,8 +114,10 @@ def compared(where: str, base: str, found: Mapping[str, Difference], metric: str
             abs(end - 1) for variant in same for end in (found[variant].low, found[variant].high)
         )
         verb = "shows" if len(same) == 1 else "show"
+        what = "" if parts else f" in {heading(metric)}"
         parts.append(
-            f"{listed(same)} {verb} no difference from {base} (up to {percent(most)} % could hide)"
+            f"{listed(same)} {verb} no difference from {base}{what} (up to {percent(most)} % could "
+            "hide)"
         )
     reasons: dict[str, list[str]] = {}
     for variant, one in found.items():

@@ -210,9 +210,33 @@ class PositionalEncoding(nn.Module):
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """For one new token that attends to `context` keys, its own included, in such blocks.
 
-        Listings also ask for contexts longer than the encoding was built for.
+        Listings also ask for contexts longer than the encoding was built for. By default what the
+        hooks say: a vector that is added, heads that are rotated, a value for each score.
         """
-        return NO_WORK
+        total = NO_WORK
+        if embeds(self):
+            total += PositionalWork(flops=config.hidden_size, bytes=4 * config.hidden_size)
+        layers: dict[PositionalEncoding, list[int]] = {}
+        for layer, keys in enumerate(config.seen(context)):
+            layers.setdefault(self.for_layer(layer), []).append(keys)
+        for own, seen in layers.items():
+            if rotates(own):
+                heads = len(seen) * (config.num_heads + config.num_kv_heads)
+                total += PositionalWork(rotations=heads, flops=heads * 3 * config.head_dim)
+            bias = own.score_bias()
+            if bias is not None:
+                values = config.num_heads * sum(seen)
+                dense = isinstance(bias, MaterialisedBias | PairBias)
+                linear = isinstance(bias, LinearBias)
+                read = 4 * (values if dense else config.num_heads * (1 if linear else max(seen)))
+                total += PositionalWork(
+                    bias_values=values,
+                    bias_built=values if dense else 0,
+                    flops=2 * values if linear else values,
+                    bytes=read,
+                    bias_bytes=read,
+                )
+        return total
 
 
 def names() -> list[str]:

@@ -62,7 +62,7 @@ class T5(PositionalEncoding):
 
     OPTIONS: ClassVar[Mapping[str, str]] = {
         "buckets": "how many buckets there are; each head has one bias per bucket",
-        "max_distance": "distances from this one on share the last bucket",
+        "max_distance": "a distance in the last bucket, which begins a little before",
         "bidirectional": "half of the buckets are for keys after the query; default false",
         "per_layer": "every layer has its own biases, as in UMT5; default false",
         "form": "how the bias is applied: window (to near keys only), table (to every key) or "

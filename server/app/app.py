@@ -155,7 +155,7 @@ def _framework_error(error: HTTPException, methods: set[str], meant: str | None)
             "this method is not allowed for this path; see the Allow header",
             ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set()))),
         )
-    hint = "see the API in README.md" if meant is None else f"did you mean {quoted(meant)}?"
+    hint = "GET /docs lists what there is" if meant is None else f"did you mean {quoted(meant)}?"
     return RouteNotFound(f"there is nothing at this path; {hint}")
 
 

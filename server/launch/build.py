@@ -266,7 +266,7 @@ def _publisher(options: EventOptions, block_size: int) -> "Publisher":
     except ImportError:
         raise CommandError(
             "--kv-events needs packages that are not installed; install them with: "
-            'pip install "ropewalk[events]"'
+            'pip install "ropewalk[events]", or -e ".[events]" in a clone'
         ) from None
     return Publisher(options.endpoint, block_size, replay=options.replay, topic=options.topic)
 

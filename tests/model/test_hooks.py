@@ -1,5 +1,7 @@
 """What a class of one's own does wrong is one sentence, before a kernel reads its memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -214,3 +216,20 @@ class Layerless(PositionalEncoding):
 
     def for_layer(self, layer):
         return self.of[layer]
+
+
+@pytest.mark.parametrize(
+    "name", ["nope", "alibi", "learned", "sinusoidal", "t5-table", "rope", "fire"]
+)
+def test_work_is_by_default_what_the_hooks_say(name):
+    """As those encodings count it that do nothing less; RoPE also reads angles."""
+    encoding = tiny(name).encoding
+    for context in (1, 30):
+        told = PositionalEncoding.work(encoding, CONFIG, context, 16)
+        if name == "fire":
+            built = sum(CONFIG.seen(context)) * HEADS
+            assert (told.bias_values, told.bias_built, told.flops) == (built, built, built)
+        else:
+            counted = encoding.work(CONFIG, context, 16)
+            assert replace(told, bytes=0) == replace(counted, bytes=0)
+            assert told.bytes == (0 if name == "rope" else counted.bytes)
