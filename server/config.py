@@ -92,6 +92,7 @@ class HttpOptions:
     request_timeout_s: float = 300.0
     stalled_write_s: float = 30.0
     ping_s: float = 15.0
+    first_ping_s: float = 30.0  # until then, what goes wrong has a status of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ def models_in(value: str) -> tuple[ModelSource, ...]:
     files = [ModelSource(path.stem, str(path)) for path in folder.glob("*.gguf")]
     folders = [path.parent for path in folder.glob("*/config.json")]
     found = [*files, *(ModelSource(path.name, str(path)) for path in folders)]
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {value}")
     if not found:
         raise ValueError(
             f"{value} holds no models; give a folder of .gguf files and of folders with config.json"
@@ -276,6 +279,7 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             access_log=values["access_log"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
+            first_ping_s=max(values["max_queue_time"], 15.0),
             root_path=values["root_path"],
             explorer=values["explorer"],
         ),

@@ -29,7 +29,7 @@ from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.hardware import dtype_name
 from ropewalk.server.openai.body import body_of
-from ropewalk.server.openai.schemas import CachePlanBody
+from ropewalk.server.openai.schemas import CachePlanBody, FlushBody
 from ropewalk.server.openai.served_models import Served
 
 if TYPE_CHECKING:
@@ -77,9 +77,11 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
 
         return await cache_stream(serving, planners, watches, request, model)
 
-    @router.post("/v1/cache/flush", response_model=None)
+    @router.post("/v1/cache/flush", **accepts("FlushBody", required=False))
     async def flush(request: Request, model: str | None = None) -> Response:
         """Forgets every cached block that no request holds."""
+        if await request.body():
+            model = (await body_of(request, FlushBody)).model or model
         chosen = await serving.chosen(request, model)
         data = [
             {"model": served.name, "flushed_blocks": await _flushed(serving, served.name)}

@@ -29,6 +29,10 @@ _NULL = {"type": "null"}
 _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
 _WITH_BODY = (413, 415)
 _OF_ENGINE = (429, 504)
+_SHARED = (  # by few at a time
+    *("/tokenize", "/v1/messages/count_tokens", "/v1/cache/stream"),
+    *("/v1/positions/audit", "/v1/positions/explain"),
+)
 _OF_KEPT = (403, 409)  # of what keeps sequences or continues them
 _KEPT, _KEEPING = "/v1/cache/sequences", ("/v1/completions", "/v1/chat/completions")
 _TEXT = {"type": "string"}
@@ -76,6 +80,7 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
     )
     schemas: dict[str, Any] = {name: _nullable(each) for name, each in defined["$defs"].items()}
     for body in bodies:
+        schemas[body.__name__]["additionalProperties"] = _NULL
         fields = schemas[body.__name__]["properties"]
         known = {"model": {"enum": [*names, None]}} if "model" in body.model_fields else {}
         fields |= {**known, **_also_accepted(body)}
@@ -93,6 +98,7 @@ def describe(app: FastAPI, names: Sequence[str], *, with_key: bool) -> dict[str,
             statuses = [*_ANYWHERE, *(_WITH_BODY if method == "post" else ())]
             kept = path.startswith(_KEPT)
             statuses += [*(_OF_ENGINE if kept or path in ANSWERED else ())]
+            statuses += [429] if path in _SHARED else []
             statuses += [*(_OF_KEPT if kept or path in _KEEPING else ())]
             statuses += [401] if needs_key else []
             operation["responses"] = {"200": operation["responses"]["200"]} | {

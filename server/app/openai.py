@@ -71,7 +71,7 @@ T = TypeVar("T")
 _log = logging.getLogger("ropewalk.http")
 
 
-def accepts(body: str, *, streams: bool = False) -> dict[str, Any]:
+def accepts(body: str, *, streams: bool = False, required: bool = True) -> dict[str, Any]:
     """What a route that reads a body, of the class of that name, tells `router.post` of it."""
     schema = {"$ref": f"{SCHEMAS}{body}"}
     content = {"application/json": {"schema": schema}}
@@ -79,7 +79,7 @@ def accepts(body: str, *, streams: bool = False) -> dict[str, Any]:
     return {
         "response_model": None,
         "responses": {200: {"content": {"application/json": {}, **events}}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+        "openapi_extra": {"requestBody": {"required": required, "content": content}},
     }
 
 
@@ -379,10 +379,13 @@ class Generation(EngineResponse):
     ) -> None:
         wire, choices = self._wire, self._choices
         counted = options.include_usage and options.continuous_usage_stats
+        out.begin_within(self._serving.options.first_ping_s)
+        opened = False
         async for batch in batches:
             events, taken = [], self._take(batch, visit)
-            if not out.started:  # by now it is known how much of the prompt was cached
+            if not opened:  # by now it is known how much of the prompt was cached
                 events.append(wire.opening(choices, _usage(choices[0]) if counted else ""))
+                opened = True
             for choice, piece in taken:
                 write = partial(wire.chunk, choice, piece, _usage(choice) if counted else "")
                 events.append(await off_loop(write, len(piece.scored), MANY_TOKENS))

@@ -19,7 +19,7 @@ from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.app.openai import EngineResponse, Serving, require_operator
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.kept_cache import KeptDetails, Operated, changed_blocks
-from ropewalk.server.errors import PromptTooLong, SequenceNotFound, UnsupportedField
+from ropewalk.server.errors import InvalidField, PromptTooLong, SequenceNotFound, UnsupportedField
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
 from ropewalk.server.http.streaming import EventStream, Lifeline
@@ -136,6 +136,7 @@ class Sequences:
             lengths = {"tokens": engine.kept.stored(id_, client)}
             if body.onto is not None:
                 lengths["offset"] = engine.kept.stored(body.onto, client)
+                _require_full(lengths["offset"], planner.block_size)
             spans = body.model_dump(include={"operation", "first", "count"}, exclude_none=True)
             planner.question(CachePlanBody.model_validate(spans | lengths))
             asked = Asked(
@@ -274,6 +275,15 @@ def _continuing(
         salt=salt,
         **more,
     )
+
+
+def _require_full(tokens: int, block_size: int) -> None:
+    if tokens % block_size:
+        raise InvalidField(
+            f"onto has {tokens} tokens, so its last block of {block_size} is not full; truncate it "
+            "or append to it first",
+            "onto",
+        )
 
 
 def _counts(report: OpReport) -> dict[str, object]:

@@ -263,7 +263,7 @@ SETTINGS: tuple[Variable, ...] = (
         "most tokens computed in one step; longer prompts are split into chunks of this size, or, "
         "on a CPU, of twice this size while a server with one model has no other request",
         auto(count(1, 1 << 20)),
-        shown="auto, 512 (on a GPU 2048), or --max-seqs if that is more",
+        shown="auto, 512 (on a GPU mostly 2048), or --max-seqs if that is more",
     ),
     _limits(
         "--max-queue",
@@ -322,10 +322,10 @@ SETTINGS: tuple[Variable, ...] = (
     ),
     _http(
         "--allowed-host",
-        "Host header to accept; repeatable. A server on a loopback address also accepts its own "
+        "Host header to accept; repeatable. A server on a loopback address also accepts those "
         "names",
         Value(host_name, "host"),
-        shown="all, but on a loopback address only its own names",
+        shown="all, but on a loopback address only localhost, 127.0.0.1 and [::1]",
         multiple=True,
     ),
     _http(

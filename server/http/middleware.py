@@ -314,8 +314,8 @@ class Hosts:
         name = re.sub(r":[0-9]*\Z", "", host)
         if name not in self._names:
             raise WrongHost(
-                f"this server does not serve the host {quoted(name)}; use the server's own "
-                "name, or start it with --allowed-host"
+                f"this server does not serve the host {quoted(name)}; use a name that it serves, "
+                "such as localhost where it is on your machine, or start it with --allowed-host"
             )
 
 

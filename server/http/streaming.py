@@ -120,7 +120,7 @@ class Drain:
 
 
 class EventStream:
-    """One response. Sends headers with the first event, and after it `ping` when idle.
+    """One response. Sends headers with the first event or ping, and `ping` when idle.
 
     A write that is blocked for `stalled_s` ends the lifeline as STALLED.
     """
@@ -140,6 +140,10 @@ class EventStream:
         self._blocked_since: float | None = None
         self._last = 0.0
 
+    def begin_within(self, seconds: float) -> None:
+        """Ping after so long, even if there is no event yet; from then on errors are events."""
+        self._timer = self._loop.call_later(seconds, self._begin_ping)
+
     async def write(self, data: bytes) -> None:
         """Send whole events. Each call is one write, so pass everything that is due."""
         await self._write(data, more=True)
@@ -151,15 +155,19 @@ class EventStream:
         self.close()
 
     async def _write(self, data: bytes, *, more: bool) -> None:
-        if not self.started:
-            await self._send(
-                {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
-            )
-            self.started = True
-            self._timer = self._loop.call_later(self._ping_s, self._tick)
         if self._ping is not None:
             await self._ping
+        await self._start()
         await self._put(data, more=more)
+
+    async def _start(self) -> None:
+        if self.started:
+            return
+        self.started = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._ping_s, self._tick)
+        await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
 
     def close(self) -> None:
         """Stop pinging. The response itself is ended by `finish`, or left cut."""
@@ -176,7 +184,11 @@ class EventStream:
         self._blocked_since = None
         self._last = self._loop.time()
 
+    def _begin_ping(self) -> None:
+        self._ping = self._loop.create_task(self._put_ping())
+
     async def _put_ping(self) -> None:
+        await self._start()
         await self._put(self._ping_event, more=True)
         self._ping = None
 
@@ -191,6 +203,6 @@ class EventStream:
         else:
             due = self._last + self._ping_s
             if now >= due:
-                self._ping = self._loop.create_task(self._put_ping())
+                self._begin_ping()
                 due = now + min(self._ping_s, self._stalled_s)
         self._timer = self._loop.call_at(due, self._tick)

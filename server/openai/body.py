@@ -30,7 +30,7 @@ from ropewalk.server.errors import (
 from ropewalk.server.long_work import off_loop
 from ropewalk.server.openai.schemas import AnyBody
 
-MAX_DEPTH = 32
+MAX_DEPTH = 64
 
 
 async def body_of(request: Request, schema: type[AnyBody]) -> AnyBody:
@@ -205,6 +205,7 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "grammar": (),
     "guided_decoding_backend": (),
     "json_schema": (),
+    "include_reasoning": (True,),
     "kv_transfer_params": (),
     "length_penalty": (1, 1.0),
     "logits_processors": _EMPTY,
@@ -238,7 +239,6 @@ _OBJECT = (TypeAdapter(dict[str, Any] | None), "a JSON object")
 HARMLESS: Mapping[str, tuple[TypeAdapter[Any], str]] = {
     "chat_template_kwargs": _OBJECT,
     "enable_thinking": _FLAG,
-    "include_reasoning": _FLAG,
     "metadata": _TEXTS,
     "parallel_tool_calls": _FLAG,
     "prompt_cache_key": _TEXT,
@@ -277,7 +277,7 @@ def supported_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[st
                 raise InvalidField(f"{name} should be {form}", name) from None
         elif name == "best_of":
             _check_best_of(value, body.get("n"))
-        else:
+        elif value is not None:  # clients write what is new in an API as null
             raise UnknownField(
                 f"{quoted(name)} is not a parameter of this endpoint; leave it out",
                 quoted(name)[1:-1],

@@ -575,6 +575,12 @@ class CachePlanBody(Strict):
     offset: Count | None = None
 
 
+class FlushBody(Strict):
+    """Whose cached prefixes to forget; None: all models'."""
+
+    model: str | None = None
+
+
 class ModelBody(Strict):
     """Which model to load or to unload."""
 
@@ -588,6 +594,7 @@ BODIES: tuple[type[BaseModel], ...] = (
     TokenizeBody,
     DetokenizeBody,
     CachePlanBody,
+    FlushBody,
     ModelBody,
 )
 AnyBody = TypeVar("AnyBody", bound=BaseModel)

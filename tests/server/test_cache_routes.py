@@ -243,8 +243,8 @@ def test_without_planners_there_are_no_such_routes() -> None:
 JSON = {"content-type": "application/json"}  # which no other site's form can send
 
 
-def flushed(app, query=""):
-    response = ask(app, "POST", f"/v1/cache/flush{query}", headers=JSON)
+def flushed(app, query="", body=b""):
+    response = ask(app, "POST", f"/v1/cache/flush{query}", headers=JSON, content=body)
     assert response.status_code == 200, response.text
     assert response.json()["object"] == "list"
     return {row["model"]: row["flushed_blocks"] for row in response.json()["data"]}
@@ -265,6 +265,10 @@ def test_caches_are_flushed_one_by_one_or_all() -> None:
     assert flushed(app, "?model=b") == {"b": 3}
     assert [view["blocks"]["cached"] for view in looked(app)] == [3, 0, 3]
     assert flushed(app) == {"a": 3, "b": 0, "c": 3}
+    assert flushed(app, body=b'{"model": "b"}') == {"b": 0}
+    assert flushed(app, body=b'{"model": null}') == {"a": 0, "b": 0, "c": 0}
+    for wrong in (b"garbage{", b'{"modell": "a"}', b'{"model": 3}'):
+        error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON, content=wrong), 400)
     error = error_of(ask(app, "POST", "/v1/cache/flush?model=d", headers=JSON), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 

@@ -100,6 +100,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         access_log=False,
         max_body_bytes=2 << 20,
         request_timeout_s=5.0,
+        first_ping_s=15.0,
         root_path="/llm",
     )
     assert (given.uds, given.ssl_certfile, given.ssl_keyfile) == (Path("/run/s"), file, file)

@@ -19,6 +19,7 @@ WHOLE = {  # the least that each needs
     "ChatBody": {"messages": [{"role": "user", "content": "a"}]},
     "EmbeddingBody": {"input": "a"},
     "TokenizeBody": {},
+    "FlushBody": {},
     "ModelBody": {},
     "DetokenizeBody": {"tokens": [1]},
     "CachePlanBody": {"operation": "append", "tokens": 1},

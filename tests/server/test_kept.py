@@ -406,6 +406,13 @@ def test_refused_operations(rope, operation, more, code, param, words):
     assert rope.get(kept)["checksums"] == kept["checksums"]
 
 
+def test_a_span_is_moved_onto_whole_blocks(rope):
+    kept, onto = rope.keep(text(40)), rope.keep(text(40, 3))
+    refused = rope.operate(kept, "move_span", first=0, count=16, onto=onto["id"])
+    assert (refused["code"], refused["param"]) == ("invalid_value", "onto")
+    assert "onto has 40 tokens, so its last block of 16 is not full" in refused["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -153,6 +153,23 @@ def test_pings_while_nothing_comes():
     assert text.count(b"data: ") == 4
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_first_token_that_takes_long_is_awaited_with_pings(fails):
+    """So that no proxy takes a long prompt's stream for dead; errors are events from then on."""
+    engine = slow_engine(pause=0.35)
+    app = toy_app(engine, first_ping_s=0.1, ping_s=0.1, request_timeout_s=0.3 if fails else 9.0)
+    with running(app) as (url, _), connect(url) as client:
+        client.sendall(completion(stream=True, max_tokens=3))
+        text = read_until(client, b"}\n\n" if fails else b"[DONE]")
+    head, _, body = text.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and head.count(b"HTTP/1.1") == 1
+    assert 2 <= body[: body.index(b"data: ")].count(b": ping\n\n") <= 3
+    if fails:
+        assert last_event(text)["error"]["code"] == "deadline_exceeded"
+    else:
+        assert body.count(b"data: ") == 4
+
+
 def test_no_ping_while_tokens_flow():
     engine = slow_engine(pause=0.01)
     app = toy_app(engine, ping_s=0.5)

@@ -14,7 +14,17 @@ from ropewalk.server.tools.formats import HERMES, THINK
 from ropewalk.server.translators.messages_body import MessagesBody
 from ropewalk.server.translators.responses_body import ResponsesBody
 from tests.server.sockets import connect, post, read_until
-from tests.server.toy import ScriptedEngine, ask, chat, running, sample, toy, toy_app, wait_for
+from tests.server.toy import (
+    CONTEXT,
+    ScriptedEngine,
+    ask,
+    chat,
+    running,
+    sample,
+    toy,
+    toy_app,
+    wait_for,
+)
 
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "hi"}
@@ -613,3 +623,10 @@ def test_the_openai_package_reads_responses():
         ) as stream:
             said = "".join(each.delta for each in stream if each.type.endswith("text.delta"))
         assert said == stream.get_final_response().output_text == "Hello"
+
+
+def test_prompts_that_are_too_long_are_counted():
+    """It is by the count that a client learns so."""
+    long = {"messages": [{"role": "user", "content": "a" * 3 * CONTEXT}]}
+    assert send(toy_app(), COUNT, **long).json()["input_tokens"] > 3 * CONTEXT
+    assert send(toy_app(), MESSAGES, **long).status_code == 400
