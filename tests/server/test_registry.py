@@ -436,11 +436,12 @@ def load_and_unload(tmp_path):
             assert all_gone(alive)
             if len(seen) == 1:
                 first = footprint()
-        # Ended processes and threads take a moment, at the first time too; threads that are kept for
-        # any work may have become two more. One that stayed each time would have made three.
+        # Ended processes and threads take a moment, at the first time too; and two more threads may
+        # be kept for any work. One that stayed each time would have made three.
         most = [count + 2 for count in first]
         wait_for(lambda: all(map(le, footprint(), most)))
-        assert max(seen[1:]) - seen[0] < 10 << 20  # a tenth of what one load takes
+        # A tenth of what one load takes; what others free may come a round later.
+        assert min(seen[-2:]) - seen[0] < 10 << 20
 
 
 @pytest.mark.parametrize(
