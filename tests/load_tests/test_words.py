@@ -79,7 +79,7 @@ def test_what_costs_less_is_said_without_signs():
 
 def test_no_difference_is_said_as_plainly():
     assert compared("Here,", "nope", {"rope": SAME}, "itl_p50") == (
-        "Here, rope shows no difference from nope in ITL p50 (up to 0.8 % could hide)."
+        "Here, rope shows no difference from nope in time per token p50 (up to 0.8 % could hide)."
     )
 
 
