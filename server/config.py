@@ -279,7 +279,8 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
             access_log=values["access_log"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
-            first_ping_s=max(values["max_queue_time"], 15.0),
+            # Who has waited for too long is found a moment later, and told so by a status.
+            first_ping_s=max(values["max_queue_time"] + 5.0, 15.0),
             root_path=values["root_path"],
             explorer=values["explorer"],
         ),

@@ -220,7 +220,7 @@ class PositionalEncoding(nn.Module):
         for layer, keys in enumerate(config.seen(context)):
             layers.setdefault(self.for_layer(layer), []).append(keys)
         for own, seen in layers.items():
-            if rotates(own):
+            if rotates(own) or own.rotation() is not None:
                 heads = len(seen) * (config.num_heads + config.num_kv_heads)
                 total += PositionalWork(rotations=heads, flops=heads * 3 * config.head_dim)
             bias = own.score_bias()

@@ -81,7 +81,8 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
     async def flush(request: Request, model: str | None = None) -> Response:
         """Forgets every cached block that no request holds."""
         if await request.body():
-            model = (await body_of(request, FlushBody)).model or model
+            named = (await body_of(request, FlushBody)).model
+            model = model if named is None else named
         chosen = await serving.chosen(request, model)
         data = [
             {"model": served.name, "flushed_blocks": await _flushed(serving, served.name)}

@@ -50,7 +50,7 @@ def translated_routes(serving: Serving) -> APIRouter:
         sent, body, served = await read(request, api)
         with api.renamed():
             chat = await _beside(request, lambda: read_body(ChatBody, body.chat(sent)))
-            prompt = await chat_prompt(chat, served, answered=False)
+            prompt = await chat_prompt(chat, served, fits=False)
         return JSONResponse({"input_tokens": len(prompt.tokens)})
 
     async def answer(request: Request, api: "Translator") -> Response:

@@ -96,8 +96,14 @@ class LoadRow {
       }
     };
     await Promise.all(Array.from({ length: connections }, (_, nth) => ask(nth)));
-    const grown = growth(before, await api.metrics(LOAD_METRICS, { signal }));
-    this.show((name, labels = {}) => grown(name, { model_name: this.model.id, ...labels }), (last - began) / 1000);
+    let grown;
+    for (let tries = 0; tries < 10; tries++) {
+      const all = growth(before, await api.metrics(LOAD_METRICS, { signal }));
+      grown = (name, labels = {}) => all(name, { model_name: this.model.id, ...labels });
+      if (grown("requests_total") >= this.answers) break;
+      await new Promise((go) => setTimeout(go, 100)); // the server counts an answer just after it has sent it
+    }
+    this.show(grown, (last - began) / 1000);
     compare();
   }
 

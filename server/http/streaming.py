@@ -163,11 +163,11 @@ class EventStream:
     async def _start(self) -> None:
         if self.started:
             return
-        self.started = True
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(self._ping_s, self._tick)
         await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        self.started = True
+        self._timer = self._loop.call_later(self._ping_s, self._tick)
 
     def close(self) -> None:
         """Stop pinging. The response itself is ended by `finish`, or left cut."""

@@ -90,14 +90,14 @@ def _prompt(
     return Prompt(tokens, text if body.echo else None, origin=origin)
 
 
-async def chat_prompt(body: ChatBody, served: Served, *, answered: bool = True) -> Prompt:
+async def chat_prompt(body: ChatBody, served: Served, *, fits: bool = True) -> Prompt:
     """The messages in the model's chat template. Raises QueueFull besides, where it is busy.
 
-    answered: whether the context has to hold it.
+    fits: whether the context has to hold it.
     """
     text = await chat_text(body, body.messages, served)
     tokens = await encode(text, served, bos=body.add_special_tokens, param="messages")
-    if answered:
+    if fits:
         check_prompt(tokens, served, "messages")
     think = served.conventions.format.think
     return Prompt(tokens, thinking=think is not None and text.rstrip().endswith(think[0]))

@@ -95,8 +95,9 @@ class ResponsesWire(PartsWire):
         return self._state(f"response.{status}", self._response(status, usage))
 
     def failure(self, error: ServeError) -> str:
+        head = "" if self._said else self.opening((), "")
         self.finish = "failed"
-        return self._state("response.failed", self._response("failed", error=error))
+        return head + self._state("response.failed", self._response("failed", error=error))
 
     def whole(self, done: Sequence[tuple[Choice, Piece]], usage: Usage) -> bytes:
         self.gather(done)

@@ -269,6 +269,7 @@ def test_caches_are_flushed_one_by_one_or_all() -> None:
     assert flushed(app, body=b'{"model": null}') == {"a": 0, "b": 0, "c": 0}
     for wrong in (b"garbage{", b'{"modell": "a"}', b'{"model": 3}'):
         error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON, content=wrong), 400)
+    error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON, content=b'{"model": ""}'), 404)
     error = error_of(ask(app, "POST", "/v1/cache/flush?model=d", headers=JSON), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 

@@ -50,6 +50,7 @@ def test_defaults() -> None:
     assert (plain.host, plain.port) == ("127.0.0.1", 8000)
     assert plain.http.api_keys == frozenset()
     assert (plain.http.request_timeout_s, plain.drain_timeout_s) == (300, 30)
+    assert plain.http.first_ping_s == plain.limits.max_queue_time + 5
     assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, None)
     assert plain.cache.block_size == 16
     assert plain.cache.prefix_sharing

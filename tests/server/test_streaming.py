@@ -1,5 +1,6 @@
 """Clients that leave, stall or wait, and requests that take too long."""
 
+import asyncio
 import json
 import logging
 import random
@@ -7,6 +8,7 @@ import threading
 
 import pytest
 
+from ropewalk.server.http.streaming import Drain, EventStream, Lifeline
 from ropewalk.server.scheduling.request import FinishReason
 from tests.server.sockets import (
     completion,
@@ -168,6 +170,30 @@ def test_a_first_token_that_takes_long_is_awaited_with_pings(fails):
         assert last_event(text)["error"]["code"] == "deadline_exceeded"
     else:
         assert body.count(b"data: ") == 4
+
+
+def test_headers_come_first_however_long_they_wait():
+    """They wait while an earlier answer fills the connection."""
+    asyncio.run(_blocked_headers())
+
+
+async def _blocked_headers():
+    sent, free = [], asyncio.Event()
+
+    async def send(message):
+        await free.wait()
+        sent.append(message.get("body", message["type"]))
+
+    out = EventStream(send, Lifeline(None, 9.0, Drain()), ping=b"P", ping_s=0.01, stalled_s=9.0)
+    out.begin_within(0.01)
+    await asyncio.sleep(0.1)
+    writing = asyncio.create_task(out.finish(b"all"))
+    await asyncio.sleep(0.05)
+    assert not out.started  # an error would still have a status
+    free.set()
+    await writing
+    await asyncio.sleep(0.05)
+    assert sent == ["http.response.start", b"P", b"all"]
 
 
 def test_no_ping_while_tokens_flow():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import httpx
 import pytest
 
 from ropewalk.server.errors import QueueFull, RequestFailed
@@ -550,6 +551,19 @@ def test_an_idle_stream_is_kept_open(path, ping):
     with running(toy_app(engine, ping_s=0.05)) as (url, _), connect(url) as client:
         client.sendall(post(path, BODIES[path] | {"stream": True}))
         read_until(client, ping)
+
+
+def test_a_response_that_fails_before_its_first_token_has_begun():
+    """As clients expect of a stream that was pinged."""
+    engine = ScriptedEngine()
+    engine.pause = 0.5
+    app = toy_app(engine, first_ping_s=0.05, request_timeout_s=0.2)
+    with running(app) as (url, _):
+        answer = httpx.post(f"{url}{RESPONSES}", json=BODIES[RESPONSES] | {"stream": True})
+    said = events(answer.text.replace(": ping\n\n", ""))
+    kinds = [each["type"] for each in said]
+    assert kinds == ["response.created", "response.in_progress", "response.failed"]
+    assert [each["sequence_number"] for each in said] == [0, 1, 2]
 
 
 OVERLOADED = Outlook(seats=0, waiting=3, places=3, most_s=5 / SURE)
