@@ -208,9 +208,19 @@ class _Check:
                 reason = f"{needed} MB of keys and values, and room for {there}"
                 yield LeftOut("decoding", "all", shape, cell, reason)
             systems = {OWN: self._own, PEER: self._peer}
-            for name in self.args.systems if cells else ():
+            for name in self.args.systems:
+                if not cells:
+                    self._forgo(name)
+                    continue
                 system = systems[name]
                 yield from self._tried("everything", name, shape, partial(system, shape, cells))
+
+    def _forgo(self, system: str) -> None:
+        """Leaves the time of all its parts of a shape to the others."""
+        for (one, _), weight in WEIGHTS.items():
+            if one == system:
+                self.purse.forgo(weight)
+                self.progress.finish()
 
     def _own(self, shape: str, cells: Sequence[Cell]) -> Iterator[Found]:
         setting, kernels = self.setting, find_kernels(self.setting.device)
@@ -235,6 +245,7 @@ class _Check:
     def _peer(self, shape: str, cells: Sequence[Cell]) -> Iterator[Found]:
         if peer.missing():
             yield LeftOut("everything", PEER, shape, None, peer.MISSING)
+            self._forgo(PEER)
             return
         setting = self.setting
         self.progress.start(f"{shape}: making the model of {PEER}")

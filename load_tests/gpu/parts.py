@@ -125,10 +125,14 @@ class Purse:
         self._whole = whole
         self._weights = weights
 
+    def forgo(self, weight: float) -> None:
+        """The next part is left out."""
+        self._weights -= weight
+
     def budget(self, weight: float) -> Budget:
         """The budget of the next part."""
         part = weight / self._weights
-        self._weights -= weight
+        self.forgo(weight)
         return self._whole.share(part)
 
 

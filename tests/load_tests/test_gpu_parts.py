@@ -59,8 +59,10 @@ def test_what_a_part_leaves_is_for_those_after_it():
     assert lasts(2, 20)  # of 100 seconds, 2 of 10 parts
     now[0] = 4  # it took 4 of them
     assert lasts(4, 48)  # of 96, 4 of 8
+    purse.forgo(2)
+    assert lasts(1, 24)  # of 48, 1 of 2
     now[0] = 200
-    assert purse.budget(4).over
+    assert purse.budget(1).over
 
 
 def test_cells_go_from_few_tokens_to_many(made):
