@@ -120,14 +120,18 @@ def facts(name: str, place: Place) -> EncodingFacts:
     try:
         encoding = example(kind, SHAPE, SHAPE.trained_context)
         check_hooks(encoding, SHAPE, SHAPE.trained_context, torch.device("cpu"))
-        work = {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS}
-        operations = abilities(kind, SHAPE, place.dtype)
-        bias = encoding.for_layer(0).score_bias()
-        left = tuple(in_python(encoding))
-        backends = tuple(_support(place, encoding))
+        work, operations, bias, left, backends = (  # all of them or none
+            {length: encoding.work(SHAPE, length, BLOCK_SIZE) for length in LENGTHS},
+            abilities(kind, SHAPE, place.dtype),
+            encoding.for_layer(0).score_bias(),
+            tuple(in_python(encoding)),
+            tuple(_support(place, encoding)),
+        )
     except EncodingError as error:
         unbuilt = str(error)
     except Exception as error:  # foreign code may raise anything
+        if ":" not in name:  # this project's
+            raise
         unbuilt = f"{kind.__name__} fails ({where(error)})"
     return EncodingFacts(
         name=name,

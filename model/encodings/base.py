@@ -263,7 +263,7 @@ def create(
             encoding.for_layer(layer)
     except EncodingError:
         raise
-    except Exception as error:
+    except Exception as error:  # foreign code may raise anything
         if ":" not in spec.name or is_out_of_memory(error):
             raise
         raise EncodingError(

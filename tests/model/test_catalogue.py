@@ -187,11 +187,24 @@ def test_what_cannot_be_built_by_itself_is_listed_with_the_reason() -> None:
     entry = catalogue(PLACE, [f"{__name__}:Failing"])[-1]
     said = r"Failing cannot be made \(test_catalogue\.py, line \d+: KeyError: 'size'\); docs/encod"
     assert re.match(said, entry.unbuilt)
-    entry = facts(f"{__name__}:Difficult", PLACE)
-    assert entry.unbuilt == "difficult needs an option."
-    assert (entry.backends, dict(entry.work), entry.bias) == ((), {}, None)
-    assert entry.operations == ()
-    assert measured(entry, timed_trial(PLACE)) is entry
+    difficult, short = (facts(f"{__name__}:{name}", PLACE) for name in ("Difficult", "Short"))
+    assert difficult.unbuilt == "difficult needs an option."
+    assert re.match(r"Short fails \(test_catalogue\.py, line \d+: IndexError: ", short.unbuilt)
+    for entry in (difficult, short):
+        assert (entry.backends, dict(entry.work), entry.bias) == ((), {}, None)
+        assert entry.operations == ()
+        assert measured(entry, timed_trial(PLACE)) is entry
+
+
+class Short(PositionalEncoding):
+    """Fails where a listing asks for longer contexts than are served."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        return cls()
+
+    def work(self, config, context, block_size):
+        return PositionalWork(flops=range(3000)[context])
 
 
 def test_operations_are_listed_for_every_storage_that_keys_can_have() -> None:
