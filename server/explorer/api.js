@@ -66,6 +66,16 @@ class Server {
   }
 }
 
+// Resolves when no button is held down. What is drawn of an answer may stand where that button stood,
+// and a press that ends on another node than it began on is lost.
+let released = Promise.resolve();
+addEventListener("pointerdown", ({ button }) => {
+  if (button !== 0) return;
+  released = new Promise((go) => {
+    for (const end of ["pointerup", "pointercancel", "contextmenu"]) addEventListener(end, () => setTimeout(go), { capture: true, once: true });
+  });
+}, true);
+
 // What panels ask. source: a Server, or a Recorder or a Replay (visit.js).
 class Api {
   constructor(source) {
@@ -77,16 +87,20 @@ class Api {
   }
 
   // Answers are parsed JSON; what the server refuses is thrown as an ApiError. options: {signal}.
-  async get(path, options) {
-    return JSON.parse(await this.source.answer("GET", path, undefined, options));
+  get(path, options) {
+    return this.#answer("GET", path, undefined, options);
   }
 
-  async post(path, body, options) {
-    return JSON.parse(await this.source.answer("POST", path, body, options));
+  post(path, body, options) {
+    return this.#answer("POST", path, body, options);
   }
 
-  async remove(path, options) {
-    return JSON.parse(await this.source.answer("DELETE", path, undefined, options));
+  remove(path, options) {
+    return this.#answer("DELETE", path, undefined, options);
+  }
+
+  async #answer(...asked) {
+    return JSON.parse(await this.source.answer(...asked).finally(() => released));
   }
 
   // The lines of /metrics with samples of these names, without `ropewalk_`.

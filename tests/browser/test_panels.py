@@ -194,6 +194,18 @@ def test_scores_are_split_as_the_api_says(panel, family):
         assert abs(float(curve.get_attribute("data-at")) - expected[0][1]) < 1e-3
 
 
+def test_a_press_counts_although_an_answer_comes_before_the_button_is_released(panel):
+    page = panel("position")
+    page.hover('[data-act="position-token-8"]')
+    with page.expect_response("**/v1/positions/explain"):  # what each pair adds for this key
+        page.mouse.down()
+    page.wait_for_timeout(200)  # for it to be shown
+    page.mouse.up()
+    page.wait_for_selector('.word.query[data-index="8"]')
+    page.hover('[data-act="position-token-3"]')
+    page.wait_for_selector(".clock[data-adds]")
+
+
 def test_a_key_is_moved_as_if_text_lay_between(panel, family):
     page = panel("position")
     page.wait_for_selector(".clock[data-pair]")
