@@ -9,7 +9,6 @@ from contextlib import aclosing
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from starlette.types import Send
 
 from ropewalk.model.config import Pooling
 from ropewalk.model.sampling import SamplingParams
@@ -17,7 +16,7 @@ from ropewalk.server.app.openai import EngineResponse, Serving, accepts, no_end
 from ropewalk.server.errors import InvalidField, UnsupportedField
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.streaming import EventStream, Lifeline
+from ropewalk.server.http.streaming import EventStream
 from ropewalk.server.long_work import json_bytes, off_loop
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.requests import (
@@ -67,9 +66,7 @@ class Embeddings(EngineResponse):
         self._body = body
         self._served = served
 
-    async def _run(
-        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
-    ) -> None:
+    async def _run(self, out: EventStream, visit: Visit | None) -> None:
         found: dict[int, Vector] = {}
         engine = self._serving.engine
         async with aclosing(engine.generate(self._model, self._requests)) as batches:
@@ -88,9 +85,7 @@ class Embeddings(EngineResponse):
         def written() -> bytes:
             return json_bytes(answer(self._requests, vectors, self._body, self._served))
 
-        await self._send_whole(
-            await off_loop(written, len(vectors) * len(vectors[0]), MANY), lifeline, send
-        )
+        await out.whole(await off_loop(written, len(vectors) * len(vectors[0]), MANY))
 
 
 async def embedding_requests(

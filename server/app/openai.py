@@ -277,7 +277,7 @@ class EngineResponse(Response):
         out = EventStream(send, lifeline, ping=self._ping, ping_s=ping_s, stalled_s=stalled_s)
         try:
             async with lifeline:
-                await self._run(out, lifeline, send, state.get("visit"))
+                await self._run(out, state.get("visit"))
             return
         except Ended as ended:
             state["failure"] = ended.why.name.lower()
@@ -306,10 +306,8 @@ class EngineResponse(Response):
         except TimeoutError:
             _abort_connection(scope)
 
-    async def _run(
-        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
-    ) -> None:
-        """Compute, and send: events to `out`, or one body to `send`."""
+    async def _run(self, out: EventStream, visit: Visit | None) -> None:
+        """Compute, and send to `out`."""
         raise NotImplementedError
 
     def _failure(self, error: ServeError) -> str:
@@ -319,15 +317,6 @@ class EngineResponse(Response):
     def _left(self) -> None:
         """The client has left before the end."""
         self._serving.metrics.disconnected(self._model)
-
-    async def _send_whole(self, body: bytes, lifeline: Lifeline, send: Send) -> None:
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-        lifeline.complete()
 
 
 class Generation(EngineResponse):
@@ -351,13 +340,11 @@ class Generation(EngineResponse):
     def _failure(self, error: ServeError) -> str:
         return self._wire.failure(error)
 
-    async def _run(
-        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
-    ) -> None:
+    async def _run(self, out: EventStream, visit: Visit | None) -> None:
         engine = self._serving.engine
         async with aclosing(engine.generate(self._model, self._requests)) as batches:
             if self._stream is None:
-                await self._whole(batches, visit, lifeline, send)
+                await self._whole(batches, visit, out)
             else:
                 await self._streamed(batches, visit, out, self._stream)
 
@@ -398,9 +385,7 @@ class Generation(EngineResponse):
         events.append(wire.ending(used))
         await out.finish("".join(events).encode())
 
-    async def _whole(
-        self, batches: Batches, visit: Visit | None, lifeline: Lifeline, send: Send
-    ) -> None:
+    async def _whole(self, batches: Batches, visit: Visit | None, out: EventStream) -> None:
         choices = self._choices
         parts: list[list[Piece]] = [[] for _ in choices]
         async for batch in batches:
@@ -417,7 +402,7 @@ class Generation(EngineResponse):
             return self._wire.whole(done, usage)
 
         size = sum(1 + len(piece.tokens) + len(piece.scored) for _, piece in done)
-        await self._send_whole(await off_loop(written, size, MANY_TOKENS), lifeline, send)
+        await out.whole(await off_loop(written, size, MANY_TOKENS))
 
 
 def no_end() -> RequestFailed:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
-from starlette.types import Send
 
 from ropewalk.cache.types import Op, OpReport
 from ropewalk.model.config import Pooling
@@ -22,7 +21,7 @@ from ropewalk.server.engine.kept_cache import KeptDetails, Operated, changed_blo
 from ropewalk.server.errors import InvalidField, PromptTooLong, SequenceNotFound, UnsupportedField
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.streaming import EventStream, Lifeline
+from ropewalk.server.http.streaming import EventStream
 from ropewalk.server.long_work import json_bytes
 from ropewalk.server.openai.body import body_of
 from ropewalk.server.openai.kept_bodies import KeepBody, OperationBody
@@ -51,12 +50,9 @@ class Computed(EngineResponse):
         super().__init__(serving, model, ())
         self._work = work
 
-    async def _run(
-        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
-    ) -> None:
+    async def _run(self, out: EventStream, visit: Visit | None) -> None:
         content = await self._work()
-        body = await asyncio.to_thread(json_bytes, content)  # many blocks may be in it
-        await self._send_whole(body, lifeline, send)
+        await out.whole(await asyncio.to_thread(json_bytes, content))  # many blocks may be in it
 
 
 class Sequences:

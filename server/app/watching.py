@@ -33,7 +33,7 @@ from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.errors import InternalError, ModelNotLoaded, QueueFull, ServeError
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
-from ropewalk.server.http.streaming import STREAM_HEADERS, Drain, EventStream, Lifeline
+from ropewalk.server.http.streaming import STREAM_HEADERS, Drain, EventStream
 from ropewalk.server.long_work import off_loop
 
 MOST_LISTENERS = 32  # to all models
@@ -101,9 +101,7 @@ class CacheStream(EngineResponse):
         else:
             await super().__call__(scope, receive, send)
 
-    async def _run(
-        self, out: EventStream, lifeline: Lifeline, send: Send, visit: Visit | None
-    ) -> None:
+    async def _run(self, out: EventStream, visit: Visit | None) -> None:
         watches, model = self._watches, self._model
         watch = watches.get(model)
         if watch is None or watch.failure is not None:  # which some may still have to be told of

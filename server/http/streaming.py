@@ -1,4 +1,4 @@
-"""Server-sent events over ASGI, and what stops an answer before it is done.
+"""Answers over ASGI, server-sent events or one body, and what stops them before they are done.
 
 Knows bytes, the clock and one refusal; neither the engine nor completions.
 """
@@ -122,7 +122,7 @@ class Drain:
 class EventStream:
     """One response. Sends headers with the first event or ping, and `ping` when idle.
 
-    A write that is blocked for `stalled_s` ends the lifeline as STALLED.
+    A write that is blocked for `stalled_s` ends the lifeline as STALLED. `whole` sends no events.
     """
 
     def __init__(
@@ -153,6 +153,16 @@ class EventStream:
         await self._write(data, more=False)
         self._lifeline.complete()
         self.close()
+
+    async def whole(self, body: bytes) -> None:
+        """Send one JSON body in place of events."""
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+        self._lifeline.complete()
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         if self._ping is not None:
