@@ -21,6 +21,7 @@ from ropewalk.server.app.cache import described
 from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine, Batch
+from ropewalk.server.engine.engine import Engine
 from ropewalk.server.errors import (
     CommandError,
     InvalidField,
@@ -138,8 +139,9 @@ class Model:
     def cache(self) -> dict[str, object]:
         """The cache as GET /v1/cache shows it: blocks, who holds them, what the ledger counted."""
         opened = self._opened()
-        view = opened.wait(opened.engine.cache_view(opened.loaded.served.name))
-        return described(opened.loaded.served, opened.loaded.planner, view)
+        served = opened.loaded.served
+        view = opened.wait(opened.engine.ask(served.name, Engine.view))
+        return described(served, opened.loaded.planner, view)
 
     def close(self) -> None:
         """Stop generating, and let go of weights and cache. Harmless when repeated."""

@@ -24,6 +24,7 @@ from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
 from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, names
 from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView, SequenceView
+from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.openmp import aside
 from ropewalk.server.engine.warm_up import Speed
 from ropewalk.server.errors import InvalidField, MissingField
@@ -63,7 +64,7 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
         """Blocks, sequences and sharing, as they are between two steps."""
         chosen = await serving.chosen(request, model)
         data = [
-            described(served, planners[served.name], await _view(serving, served.name))
+            described(served, planners[served.name], await serving.ask(served.name, Engine.view))
             for served in chosen
         ]
         return JSONResponse({"object": "list", "data": data})
@@ -84,10 +85,10 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
             named = (await body_of(request, FlushBody)).model
             model = model if named is None else named
         chosen = await serving.chosen(request, model)
-        data = [
-            {"model": served.name, "flushed_blocks": await _flushed(serving, served.name)}
-            for served in chosen
-        ]
+        data = []
+        for served in chosen:
+            flushed = await serving.ask(served.name, Engine.flush, changes=True)
+            data.append({"model": served.name, "flushed_blocks": flushed})
         return JSONResponse({"object": "list", "data": data})
 
     @router.post("/v1/cache/plan", **accepts("CachePlanBody"))
@@ -137,16 +138,6 @@ def cache_routes(serving: Serving, planners: Mapping[str, "CachePlanner"]) -> AP
         return await (await kept()).operate(request, id, model)
 
     return router
-
-
-async def _view(serving: Serving, model: str) -> CacheView:
-    async with serving.patience():
-        return await serving.engine.cache_view(model)
-
-
-async def _flushed(serving: Serving, model: str) -> int:
-    async with serving.patience():
-        return await serving.engine.flush(model)
 
 
 def described(served: Served, planner: "CachePlanner", view: CacheView) -> dict[str, object]:

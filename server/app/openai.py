@@ -8,8 +8,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from json import dumps
@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine, Batch
+from ropewalk.server.engine.engine import Engine
 from ropewalk.server.errors import (
     DeadlineExceeded,
     InternalError,
@@ -131,15 +132,13 @@ class Serving:
     async def continued(self, request: Request, model: str, id_: str) -> Kept:
         """A kept sequence of who sent the request, after which tokens may come."""
         client = state_of(request.scope).get("client", "")
-        async with self.patience():
-            return await self.engine.ask(model, lambda engine: engine.continued(id_, client))
+        return await self.ask(model, lambda engine: engine.continued(id_, client))
 
-    @asynccontextmanager
-    async def patience(self) -> AsyncIterator[None]:
-        """Raises DeadlineExceeded when the engine does not answer in time."""
+    async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
+        """As the engine's. Raises DeadlineExceeded besides, when it does not answer in time."""
         try:
             async with asyncio.timeout(self.options.request_timeout_s):
-                yield
+                return await self.engine.ask(model, question, changes=changes)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the engine is still busy with a step; try again later"

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -37,7 +37,6 @@ from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.kept import NOT_KEPT, Asked, Kept, new_id
 from ropewalk.server.scheduling.request import Request as EngineRequest
 
-T = TypeVar("T")
 _NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -98,7 +97,7 @@ class Sequences:
         """Those of all models or of one, without their checksums."""
         client, data = _client(request), []
         for served in await self._serving.chosen(request, model):
-            views = await self._ask(served.name, lambda engine: engine.kept.views(client))
+            views = await self._serving.ask(served.name, lambda engine: engine.kept.views(client))
             data += [described(served.name, view) for view in views]
         return JSONResponse({"object": "list", "data": data})
 
@@ -115,7 +114,7 @@ class Sequences:
         """Give up what it alone holds."""
         require_operator(self._serving.options)
         name, client = await self._model(request, id_, model), _client(request)
-        await self._ask(name, lambda engine: engine.kept.drop(id_, client), changes=True)
+        await self._serving.ask(name, lambda engine: engine.kept.drop(id_, client), changes=True)
         return JSONResponse({"id": id_, "object": "cache.sequence.deleted", "deleted": True})
 
     async def operate(self, request: Request, id_: str, model: str | None) -> Response:
@@ -141,7 +140,7 @@ class Sequences:
             return engine.kept.apply(id_, client, asked)
 
         async def work() -> dict[str, object]:
-            done = await self._ask(name, apply, changes=True)
+            done = await self._serving.ask(name, apply, changes=True)
             happened = {
                 **_counts(done.report),
                 "should_change": done.report.should_change,
@@ -167,7 +166,7 @@ class Sequences:
             engine.kept.sequences.to_continue(id_, client)
             return engine.kept.view(id_, client)
 
-        before = await self._ask(name, look)
+        before = await self._serving.ask(name, look)
         began, kept = time.perf_counter(), before.kept
         if body.prompt is not None:
             more = await prompt_tokens(body.prompt, served, bos=False)
@@ -223,19 +222,13 @@ class Sequences:
         client = _client(request)
         for name in chosen:
             with suppress(SequenceNotFound):
-                await self._ask(name, lambda engine: engine.kept.stored(id_, client))
+                await self._serving.ask(name, lambda engine: engine.kept.stored(id_, client))
                 return name
         raise SequenceNotFound(NOT_KEPT)
 
     async def _look(self, request: Request, model: str, id_: str) -> KeptDetails:
         client = _client(request)
-        return await self._ask(model, lambda engine: engine.kept.view(id_, client))
-
-    async def _ask(
-        self, model: str, question: Callable[[Engine], T], *, changes: bool = False
-    ) -> T:
-        async with self._serving.patience():
-            return await self._serving.engine.ask(model, question, changes=changes)
+        return await self._serving.ask(model, lambda engine: engine.kept.view(id_, client))
 
 
 async def prompt_tokens(prompt: str | list[int], served: Served, *, bos: bool) -> list[int]:

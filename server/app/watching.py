@@ -30,6 +30,7 @@ from ropewalk.server.app.cache import (
 )
 from ropewalk.server.app.openai import EngineResponse, Serving
 from ropewalk.server.engine.cache_view import CacheView
+from ropewalk.server.engine.engine import Engine
 from ropewalk.server.errors import InternalError, ModelNotLoaded, QueueFull, ServeError
 from ropewalk.server.http.door import Visit
 from ropewalk.server.http.middleware import state_of
@@ -71,7 +72,7 @@ async def cache_stream(
         return described(served, planners[name], view)
 
     def begin() -> Watch:
-        return Watch(lambda: serving.engine.cache_view(name), entry, serving.drain)
+        return Watch(lambda: serving.engine.ask(name, Engine.view), entry, serving.drain)
 
     state_of(request.scope)["model"] = name
     return CacheStream(serving, name, watches, begin)

@@ -14,7 +14,6 @@ from logging import getLogger
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from ropewalk.server.engine.cache_view import CacheView
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.openmp import use_all_threads
 from ropewalk.server.errors import ModelNotLoaded, RequestFailed, ServeError, ShuttingDown
@@ -236,17 +235,6 @@ class AsyncEngine:
         part.stream.open -= 1
         part.stream.wake.set()  # it may have been the last one
         self._post(_Abort(model, request.id))
-
-    async def cache_view(self, model: str) -> CacheView:
-        """A model's cache as it is between two steps. Raises ServeError when that fails."""
-        return await self.ask(model, lambda engine: engine.view())
-
-    async def flush(self, model: str) -> int:
-        """Drop a model's cached blocks that no request holds; returns how many.
-
-        By the time this returns, `observe` has seen them counted. Raises ServeError.
-        """
-        return await self.ask(model, lambda engine: engine.flush(), changes=True)
 
     async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
         """What `question` returns or raises of a model's engine, on its thread, between two steps.

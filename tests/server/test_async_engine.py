@@ -10,6 +10,7 @@ import pytest
 
 from ropewalk.server.engine import async_engine
 from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.engine.engine import Engine
 from ropewalk.server.errors import ModelNotLoaded, PromptTooLong, RequestFailed, ShuttingDown
 from ropewalk.server.scheduling.request import FinishReason
 from tests.server.fake_engine import counting, make_engine, make_request
@@ -50,6 +51,10 @@ async def alone(running, request, model="m"):
         async for batch in batches:
             assert [index for index, _ in batch] == [0]
             yield batch[0][1]
+
+
+def view_of(engine):
+    return engine.view()
 
 
 async def test_events_arrive_in_order_and_end():
@@ -101,8 +106,8 @@ async def test_a_model_without_an_engine_refuses_and_another_goes_on():
     await running.remove("b")
     assert isinstance((await left)[-1].error, ModelNotLoaded)
     for ask in (
-        running.flush,
-        running.cache_view,
+        partial(running.ask, question=Engine.flush, changes=True),
+        partial(running.ask, question=view_of),
         partial(collect, running, make_request("z", [5])),
     ):
         with pytest.raises(ModelNotLoaded):
@@ -298,7 +303,7 @@ async def test_idle_engines_are_stepped_now_and_then():
 async def test_a_look_is_answered_while_idle_and_steps_nothing():
     engine, _ = make_engine()
     running, seen = started(engine)
-    view = await running.cache_view("m")
+    view = await running.ask("m", view_of)
     assert (view.running, view.waiting, dict(view.shared)) == ((), 0, {})
     assert (view.blocks.free, view.blocks.active) == (39, 0)
     assert seen == []
@@ -313,7 +318,7 @@ async def test_a_look_is_answered_between_two_steps():
     task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
     await asyncio.sleep(0)
     for _ in range(5):
-        view = await running.cache_view("m")
+        view = await running.ask("m", view_of)
         (request,) = view.running
         assert (request.id, request.dropped, request.source) == ("a", 0, None)
         assert request.known == request.stored.computed + 1
@@ -324,7 +329,7 @@ async def test_a_look_is_answered_between_two_steps():
     kept = request.stored.blocks
     await task
     assert len(kept) > 2  # what was seen stays as it was
-    assert (await running.cache_view("m")).running == ()
+    assert (await running.ask("m", view_of)).running == ()
     await running.stop()
 
 
@@ -332,11 +337,11 @@ async def test_a_look_of_someone_who_left_harms_nobody():
     engine, _ = make_engine(slowly)
     running, _ = started(engine)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
-    look = asyncio.create_task(running.cache_view("m"))
+    look = asyncio.create_task(running.ask("m", view_of))
     await asyncio.sleep(0)
     look.cancel()
     assert len(await task) == 5
-    assert (await running.cache_view("m")).waiting == 0
+    assert (await running.ask("m", view_of)).waiting == 0
     await running.stop()
 
 
@@ -354,14 +359,14 @@ async def test_a_look_at_an_engine_that_ends_is_refused(caplog):
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     while not stepping.is_set():
         await asyncio.sleep(0.001)
-    look = asyncio.create_task(running.cache_view("m"))
+    look = asyncio.create_task(running.ask("m", view_of))
     await asyncio.sleep(0)  # it has asked and now waits
     release.set()
     for ended in (look, task):
         with pytest.raises(ShuttingDown):
             await ended
     with pytest.raises(ShuttingDown):
-        await running.cache_view("m")
+        await running.ask("m", view_of)
     await running.stop()
 
 
@@ -374,7 +379,7 @@ async def test_a_look_that_fails_stops_nothing(caplog):
     engine.view = broken
     running, _ = started(engine)
     with pytest.raises(RequestFailed):
-        await running.cache_view("m")
+        await running.ask("m", view_of)
     assert "no such block" in caplog.text
     assert len(await collect(running, make_request("a", [1]))) == 5
     await running.stop()
@@ -396,9 +401,9 @@ async def test_a_flush_is_observed_before_it_is_answered():
     running, seen = started(engine)
     await collect(running, make_request("a", range(9)))
     assert manager.counts().cached == 3
-    assert await running.flush("m") == 3
+    assert await running.ask("m", Engine.flush, changes=True) == 3
     assert (seen[-1].flushed_blocks, seen[-1].blocks.cached) == (3, 0)
-    assert await running.flush("m") == 0
+    assert await running.ask("m", Engine.flush, changes=True) == 0
     assert sum(stats.flushed_blocks for stats in seen) == 3
     await running.stop()
 
@@ -409,8 +414,8 @@ async def test_a_flush_beside_a_running_request_leaves_it_alone():
     task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
     while not manager.sequences:
         await asyncio.sleep(0.001)
-    assert await running.flush("m") == 0
+    assert await running.ask("m", Engine.flush, changes=True) == 0
     assert len(await task) == 20
     await running.stop()
     with pytest.raises(ShuttingDown):
-        await running.flush("m")
+        await running.ask("m", Engine.flush, changes=True)

@@ -47,11 +47,8 @@ class Standing(ScriptedEngine):
         super().__init__()
         self.engines = engines
 
-    async def cache_view(self, model):
-        return self.engines[model].view()
-
-    async def flush(self, model):
-        return self.engines[model].flush()
+    async def ask(self, model, question, *, changes=False):
+        return question(self.engines[model])
 
 
 def app_of(engine=None, **planners):
@@ -222,14 +219,17 @@ def test_a_cache_is_shown_while_its_model_computes() -> None:
         assert look()["blocks"]["active"] == 0
 
 
-def test_a_cache_of_an_engine_that_is_stuck_is_not_waited_for() -> None:
+def stuck_app():
     class Stuck(ScriptedEngine):
-        async def cache_view(self, model):
+        async def ask(self, model, question, *, changes=False):
             await asyncio.sleep(20)
 
     options = HttpOptions(request_timeout_s=0.05)
-    app = create_app(Models([toy("a")]), Stuck(), Metrics(), options, None, {"a": make_planner()})
-    assert error_of(ask(app, "GET", "/v1/cache"), 504)["code"] == "deadline_exceeded"
+    return create_app(Models([toy("a")]), Stuck(), Metrics(), options, None, {"a": make_planner()})
+
+
+def test_a_cache_of_an_engine_that_is_stuck_is_not_waited_for() -> None:
+    assert error_of(ask(stuck_app(), "GET", "/v1/cache"), 504)["code"] == "deadline_exceeded"
 
 
 def test_without_planners_there_are_no_such_routes() -> None:
@@ -313,16 +313,8 @@ def test_a_prefix_is_not_hit_after_a_flush() -> None:
 
 
 def test_a_flush_is_not_waited_for_where_the_engine_is_stuck() -> None:
-    class Stuck(ScriptedEngine):
-        async def flush(self, model):
-            await asyncio.sleep(20)
-
-    options = HttpOptions(request_timeout_s=0.05)
-    app = create_app(Models([toy("a")]), Stuck(), Metrics(), options, None, {"a": make_planner()})
-    assert (
-        error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON), 504)["code"]
-        == "deadline_exceeded"
-    )
+    answer = ask(stuck_app(), "POST", "/v1/cache/flush", headers=JSON)
+    assert error_of(answer, 504)["code"] == "deadline_exceeded"
 
 
 # ---- POST /v1/cache/plan ----

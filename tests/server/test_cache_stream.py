@@ -97,9 +97,9 @@ class Seen(AsyncEngine):
 
     looks = 0
 
-    async def cache_view(self, model):
+    async def ask(self, model, question, *, changes=False):
         self.looks += 1
-        return await super().cache_view(model)
+        return await super().ask(model, question, changes=changes)
 
 
 @contextmanager

@@ -88,10 +88,7 @@ class ScriptedEngine:
     def outlook(self, model):
         return self.ahead
 
-    async def cache_view(self, model):
-        raise NotImplementedError("it has no cache")
-
-    async def flush(self, model):
+    async def ask(self, model, question, *, changes=False):
         raise NotImplementedError("it has no cache")
 
     async def generate(self, model, requests):
