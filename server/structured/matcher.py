@@ -6,10 +6,13 @@ them once: preemption, a shortened context and steps computed again change nothi
 
 from collections.abc import Collection, Mapping
 from time import thread_time
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ropewalk.model.sampling import SamplingParams, allows
 from ropewalk.server.errors import FormFailed
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # What llguidance may spend: on a grammar, and on a single mask. Less than its own limits, so that a
 # grammar made to be slow holds up a step by some milliseconds and then fails.
@@ -31,28 +34,10 @@ NOWHERE = (
 )
 
 
-class State(Protocol):
-    """What is used of llguidance's LLMatcher."""
-
-    def consume_tokens(self, tokens: list[int]) -> bool: ...
-
-    def compute_ff_tokens(self) -> list[int]: ...
-
-    def compute_bitmask(self) -> bytes: ...
-
-    def validate_tokens(self, tokens: list[int]) -> int: ...
-
-    def is_accepting(self) -> bool: ...
-
-    def is_stopped(self) -> bool: ...
-
-    def is_error(self) -> bool: ...
-
-
 class Matcher:
     """Of one answer."""
 
-    def __init__(self, state: State, mask: bytes, ends: frozenset[int]) -> None:
+    def __init__(self, state: "LLMatcher", mask: bytes, ends: frozenset[int]) -> None:
         """mask: of the first token. ends: tokens that may come where the answer is complete."""
         self.finished = False  # nothing can follow, not even a token that ends the answer
         self._state = state
@@ -138,7 +123,7 @@ class Next(NamedTuple):
         return without(self.matcher.mask(), self.held)
 
 
-def mask_of(state: State) -> bytes | None:
+def mask_of(state: "LLMatcher") -> bytes | None:
     """The tokens that may come next; None if the grammar leads nowhere, or is too much work."""
     try:
         return state.compute_bitmask()
