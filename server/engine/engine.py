@@ -319,8 +319,9 @@ class Sampling:
         self._requests = [each.request for each in batch.samples]
         self._logits, self._samples, self._sampler = logits, batch.samples, sampler
         self._failed: dict[str, Sampled] = {}
-        self._coming = coming if all(each.matcher is None for each in self._requests) else None
-        if all(each.matcher is None for each in self._requests):
+        free = all(each.matcher is None for each in self._requests)
+        self._coming = coming if free else None
+        if free:
             _ = self._picking
 
     @cached_property
@@ -376,8 +377,7 @@ def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str
     asks = [_ask(each) for each in batch.samples]
     # If that fails, each is picked alone, with the same draw, to find the request at fault.
     sampled = _sampled_together(rows, asks, sampler) or [
-        _sampled_alone(each.request, row, ask, sampler)
-        for each, row, ask in zip(batch.samples, rows, asks, strict=True)
+        _sampled_alone(row, ask, sampler) for row, ask in zip(rows, asks, strict=True)
     ]
     return {of.request.id: each for of, each in zip(batch.samples, sampled, strict=True)}
 
@@ -402,7 +402,7 @@ def _sampled_together(rows: Tensor, asks: Sequence[Ask], sampler: Sampler) -> li
         return None
 
 
-def _sampled_alone(request: Request, row: Tensor, ask: Ask, sampler: Sampler) -> Sampled:
+def _sampled_alone(row: Tensor, ask: Ask, sampler: Sampler) -> Sampled:
     try:
         return _sampled(sampler.pick(row[None], [ask])[0])
     except torch.AcceleratorError:

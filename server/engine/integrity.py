@@ -42,22 +42,17 @@ class Auditor:
         self.mutated_blocks = 0  # since the start
         self.weights_changed = False
         self._model = model
-        self._ledger = ledger
+        self.ledger = ledger
         self._manager = manager
         self._scheduler = scheduler
         self._weights = Seals({}) if weights is None else weights
         self._counts = AuditCounts()
         self._ever = _NOTHING
 
-    @property
-    def ledger(self) -> Ledger:
-        """What takes checksums."""
-        return self._ledger
-
     def view(self) -> AuditView:
         """What was done and found since the start."""
-        ever, mode = self._ever, self._ledger.mode
-        now = len(self._ledger.sealed)
+        ever, mode = self._ever, self.ledger.mode
+        now = len(self.ledger.sealed)
         return AuditView(mode, now, ever.sealed, ever.verified, self.mutated_blocks)
 
     def look(self) -> list[TokenEvent]:
@@ -76,7 +71,7 @@ class Auditor:
 
         Returns ends of failed requests.
         """
-        self._ledger.sample()
+        self.ledger.sample()
         return self.look() + self._weigh()
 
     def refusal(self) -> ServeError | None:
@@ -96,7 +91,7 @@ class Auditor:
     def _weigh(self) -> list[TokenEvent]:
         if self.weights_changed:  # to look for more would find the same again
             return []
-        verified, changed = self._weights.verify(PORTIONS[self._ledger.mode])
+        verified, changed = self._weights.verify(PORTIONS[self.ledger.mode])
         if verified:
             self._counts = replace(
                 self._counts,
@@ -121,8 +116,8 @@ class Auditor:
     def _observe(self) -> tuple[Fault, ...]:
         events = self._manager.drain_events()
         if events:
-            self._ledger.observe(events)
-        counts = self._ledger.drain()
+            self.ledger.observe(events)
+        counts = self.ledger.drain()
         if counts.sealed or counts.verified:  # in most steps neither
             self._counts = replace(self._counts, blocks=self._counts.blocks + counts)
             self._ever += replace(counts, faults=())
@@ -141,7 +136,7 @@ class Auditor:
             ", ".join(sequences) or "none",
         )
         self._manager.quarantine(fault.block)
-        self._ledger.forget([fault.block])
+        self.ledger.forget([fault.block])
         error = CacheChanged("A cached block that this answer depends on changed; retry.")
         ends = [self._scheduler.fail(each, error) for each in dict.fromkeys(map(owner, sequences))]
         return [end for end in ends if end is not None]

@@ -86,12 +86,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """`before` and `after` are of the sequence that the operation makes or changes.
+    """`after`: the sequence that the operation has made or changed."""
 
-    A fork makes one of `before`, which stays as it was.
-    """
-
-    before: Kept
     after: Kept
     predicted: OpReport
     report: OpReport
@@ -240,7 +236,7 @@ class KeptSequences:
         except ValueError as error:
             raise InvalidField(f"{error}; send another span", "count") from None
         self.add(after)
-        return Happened(onto, after, predicted, report)
+        return Happened(after, predicted, report)
 
     def _operation(self, kept: Kept, asked: Asked, onto: Kept) -> tuple[Operation, Kept]:
         """The cache's, and what it leaves."""

@@ -380,7 +380,6 @@ class StepStats:
     written_entries: int = 0  # K and V vectors: 2 · layers · kv_heads per token
     written_bytes: int = 0
     preemptions: int = 0
-    computed_before: int = 0  # prompt tokens, at most, whenever it was preempted
     prefix_queried_tokens: int = 0  # once per request, at first admission
     evicted_blocks: int = 0  # cached content given up to make room
     flushed_blocks: int = 0  # cached content forgotten on demand
