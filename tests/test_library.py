@@ -17,12 +17,10 @@ import pytest
 
 import ropewalk
 from ropewalk.server import library
-from ropewalk.server.app.app import create_app
 from ropewalk.server.http.in_thread import in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
-from ropewalk.server.launch.build import engine_of, load_models
+from ropewalk.server.launch.build import application
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 
 ROOT = Path(__file__).parents[1]
 MEMBER = "ropewalk-rope"
@@ -44,18 +42,7 @@ def model():
 def server():
     """The same model behind a real socket: its address."""
     config = library._config(MEMBER, OPTIONS)
-    metrics = Metrics()
-    loaded = load_models(config, metrics)
-    engine = engine_of(config, loaded, metrics, lambda: None)
-    planners = {one.served.name: one.planner for one in loaded}
-    app = create_app(
-        Models(one.served for one in loaded),
-        engine,
-        metrics,
-        config.http,
-        loaded[0].place,
-        planners,
-    )
+    app = application(config, Metrics(), lambda: None).app
     made = uvicorn_config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
     with in_thread(Server(made, app.state.drain, 5.0)) as port:
         yield f"http://127.0.0.1:{port}"

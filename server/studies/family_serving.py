@@ -6,16 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ropewalk.server.app.app import create_app
 from ropewalk.server.cli.serve import from_program
-from ropewalk.server.config import HttpOptions, ServerConfig, server_config
-from ropewalk.server.engine.async_engine import AsyncEngine
+from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
-from ropewalk.server.launch.build import load_models
+from ropewalk.server.launch.build import application
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 
 NAME = "model"
 DRAIN_S = 5.0
@@ -75,10 +72,7 @@ def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]
 @contextmanager
 def _running(config: ServerConfig) -> Iterator[int]:
     """Runs the server in a thread; yields its port, that of a real socket."""
-    metrics = Metrics()
-    loaded = load_models(config, metrics)
-    engine = AsyncEngine({one.served.name: one.engine for one in loaded}, metrics.observe_step)
-    app = create_app(Models(one.served for one in loaded), engine, metrics, HttpOptions())
+    app = application(config, Metrics(), lambda: None).app
     made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
     with in_thread(Server(made, app.state.drain, DRAIN_S)) as port:
         yield port
