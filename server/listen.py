@@ -149,11 +149,6 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def reachable(host: str) -> str:
-    """The host to connect to for a server that listens on `host`."""
-    return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-
-
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -163,7 +158,8 @@ def is_loopback(host: str) -> bool:
 
 def local_url(host: str, port: int, *, tls: bool = False) -> str:
     """Where a program on this machine finds a server that listens on `host`."""
-    return origin(reachable(host), port, tls=tls)
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return origin(reachable, port, tls=tls)
 
 
 def origin(host: str, port: int, *, tls: bool = False) -> str:

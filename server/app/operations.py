@@ -216,13 +216,9 @@ def _weight(header: str, name: str) -> float:
     for entry in header.lower().split(","):
         value, *parameters = (part.strip() for part in entry.split(";"))
         if value == name:
-            weights = (part[2:] for part in parameters if part.startswith("q="))
-            return _share(next(weights, "1"))
+            weight = next((part[2:] for part in parameters if part.startswith("q=")), "1")
+            return float(weight) if re.fullmatch(r"[01](\.[0-9]{0,3})?", weight) else 0.0
     return 0.0
-
-
-def _share(text: str) -> float:
-    return float(text) if re.fullmatch(r"[01](\.[0-9]{0,3})?", text) else 0.0
 
 
 def _check_alive(serving: Serving) -> None:

@@ -9,7 +9,6 @@ from logging import getLogger
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ropewalk.model.attention.base import AttentionBackend, choose, spec_for
 from ropewalk.model.catalogue import Place
@@ -249,16 +248,12 @@ def _load(
     check: Callable[[], None],
 ) -> Program:
     with bar_if_long(f"loading {name}", 0, "tensor") as bar:
-        progress = _progress(bar, check)
+
+        def report(done: int, total: int) -> None:
+            check()
+            bar.total = total
+            bar.update(done - bar.n)
+
         return load_program(
-            checkpoint, encoding, of_encoder, dtype=dtype, device=device, progress=progress
+            checkpoint, encoding, of_encoder, dtype=dtype, device=device, progress=report
         )
-
-
-def _progress(bar: "tqdm[None]", check: Callable[[], None]) -> Callable[[int, int], None]:
-    def report(done: int, total: int) -> None:
-        check()
-        bar.total = total
-        bar.update(done - bar.n)
-
-    return report

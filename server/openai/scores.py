@@ -154,19 +154,15 @@ def spell_prompt(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def parts_of(text: str, tokenizer: Tokenizer, tokens: Sequence[int]) -> Iterator[str]:
-    """The part of `text` that each of its tokens stands for; they join to `text`."""
-    yield from _divide(text, spell_prompt(tokenizer, tokens))
+    """The part of `text` that each of its tokens stands for; they join to `text`.
 
-
-def _divide(text: str, pieces: Sequence[str]) -> list[str]:
-    """`text` in as many parts as there are pieces, each equal to its piece where that is possible.
-
-    A tokenizer may add a token before a text, drop white space, or compose letters. So a piece
-    that does not follow the one before it is looked for a little further on.
+    Each is as the token is spelled, where that is possible. A tokenizer may add a token before a
+    text, drop white space, or compose letters. So a spelling that does not follow the one before it
+    is looked for a little further on.
     """
     starts: list[int] = []
     at = missed = 0
-    for piece in pieces:
+    for piece in spell_prompt(tokenizer, tokens):
         if not text.startswith(piece, at):
             piece = piece.strip() or piece
         spaces = _SPACES.match(text, at)
@@ -178,4 +174,5 @@ def _divide(text: str, pieces: Sequence[str]) -> list[str]:
         elif piece:
             at, missed = found + len(piece), 0
     starts = [0, *starts[1:], len(text)]
-    return [text[start:end] for start, end in pairwise(starts)]
+    for start, end in pairwise(starts):
+        yield text[start:end]

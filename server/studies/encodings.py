@@ -160,14 +160,11 @@ def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
 
 def by_storage(entry: EncodingFacts) -> list[tuple[str, list[Ability]]]:
     """Abilities by key storage, which the label names if there are several."""
-    groups = [(storage, list(some)) for storage, some in groupby(entry.operations, _storage)]
+    by_value = groupby(entry.operations, lambda ability: ability.key_storage.value)
+    groups = [(storage, list(some)) for storage, some in by_value]
     if len(groups) == 1:
         return [(entry.name, groups[0][1])]
     return [(f"{entry.name}, {storage}", some) for storage, some in groups]
-
-
-def _storage(ability: Ability) -> str:
-    return ability.key_storage.value
 
 
 def spent(ability: Ability) -> str:

@@ -134,13 +134,8 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def run_name(encoding: str, seed: int) -> str:
-    """The folder of one training run: the model's name, and the seed unless it is 0."""
-    return model_name(encoding) + (f".seed{seed}" if seed else "")
-
-
 def _train_one(encoding: str, recipe: Recipe, texts: Corpus, pace: Pace) -> Path:
-    name = run_name(encoding, recipe.seed)
+    name = model_name(encoding) + (f".seed{recipe.seed}" if recipe.seed else "")
     run = folder() / "runs" / name
     with alone(run):
         training = Training(shape(encoding), recipe, texts, run, pace)
