@@ -169,6 +169,7 @@ class Protocol(H11Protocol):
     linger_seconds = LINGER_SECONDS
     unread_seconds = UNREAD_SECONDS
     probe_seconds = PROBE_SECONDS
+    conn: StrictConnection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -237,7 +238,6 @@ class Protocol(H11Protocol):
             return False
         if first:
             if not self.cycle.response_started:
-                assert isinstance(self.conn, StrictConnection)
                 self.transport.write(self.conn.begin_answer())
             probe(self.transport.get_extra_info("socket"), self.probe_seconds)
             self._look_if_left()
@@ -308,7 +308,6 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever h11 or StrictConnection refuses."""
-        assert isinstance(self.conn, StrictConnection)
         self._refuse(
             self.conn.refusal
             or BadRequest("this is not a valid HTTP/1.1 request; use an HTTP client")
@@ -339,7 +338,6 @@ class Protocol(H11Protocol):
             return
         self._refused = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            assert isinstance(self.conn, StrictConnection)
             body = error.body(self.conn.asked[1])
             request_id = self._note(error)
             response = h11.Response(
@@ -366,7 +364,6 @@ class Protocol(H11Protocol):
             return str(state.setdefault("id", request_id))
         unasked = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         if not unasked and "unread" in self.app_state:
-            assert isinstance(self.conn, StrictConnection)
             self.app_state["unread"](error, request_id, self.client, *self.conn.asked)
         return request_id
 
