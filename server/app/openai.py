@@ -132,7 +132,7 @@ class Serving:
     async def continued(self, request: Request, model: str, id_: str) -> Kept:
         """A kept sequence of who sent the request, after which tokens may come."""
         client = state_of(request.scope).get("client", "")
-        return await self.ask(model, lambda engine: engine.continued(id_, client))
+        return await self.ask(model, lambda engine: engine.kept.sequences.to_continue(id_, client))
 
     async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
         """As the engine's. Raises DeadlineExceeded besides, when it does not answer in time."""

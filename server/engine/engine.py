@@ -27,7 +27,6 @@ from ropewalk.server.engine.cache_view import CacheView, view
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.statistics import Forecast, PositionMeter, Statistics
 from ropewalk.server.errors import NumericalError, RequestFailed, ServeError
-from ropewalk.server.scheduling.kept import Kept
 from ropewalk.server.scheduling.request import (
     Outlook,
     PassTimes,
@@ -134,10 +133,6 @@ class Engine:
 
         kept, ledger = self._scheduler.kept, self._auditor.ledger
         return KeptCache(self._manager, kept, ledger, self._statistics.operated)
-
-    def continued(self, id_: str, client: str) -> Kept:
-        """A kept sequence to which tokens may be added. Raises SequenceNotFound and the like."""
-        return self._scheduler.kept.to_continue(id_, client)
 
     def flush(self) -> int:
         """Drop cached blocks that no request holds; returns how many. The next step counts them."""
