@@ -1,7 +1,5 @@
 """The route for embeddings: bodies to requests, and what the engine returns to answers."""
 
-import random
-import time
 import uuid
 from base64 import b64encode
 from collections.abc import Sequence
@@ -11,7 +9,6 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from ropewalk.model.config import Pooling
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.app.openai import EngineResponse, Serving, accepts, no_end
 from ropewalk.server.errors import InvalidField, UnsupportedField
 from ropewalk.server.http.door import Visit
@@ -25,14 +22,13 @@ from ropewalk.server.openai.requests import (
     check_prompt,
     combined_salt,
     encode_now,
+    greedy_request,
 )
 from ropewalk.server.openai.schemas import EmbeddingBody
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.request import Request as EngineRequest
 from ropewalk.server.scheduling.request import Vector
 
-# Nothing is sampled: this only says that no tokens follow.
-_NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 MANY = 2048  # numbers, which take a millisecond or two to write
 
 
@@ -115,21 +111,10 @@ async def embedding_requests(
     inputs = await off_loop(
         lambda: [_tokens(each, body, served) for each in body.inputs], sum(map(len, body.inputs))
     )
-    arrival, group = time.monotonic(), uuid.uuid4().hex if len(inputs) > 1 else ""
+    group = uuid.uuid4().hex if len(inputs) > 1 else ""
+    pooling = Pooling(body.pooling or served.embedding.pooling)
     return [
-        EngineRequest(
-            id=uuid.uuid4().hex,
-            tokens=tokens,
-            num_prompt=len(tokens),
-            params=_NO_ANSWER,
-            arrival=arrival,
-            rng=random.Random(0),
-            salt=salt,
-            client=client,
-            group=group,
-            priority=body.priority,
-            pooling=Pooling(body.pooling or served.embedding.pooling),
-        )
+        greedy_request(tokens, client, salt, group=group, priority=body.priority, pooling=pooling)
         for tokens in inputs
     ]
 

@@ -1,9 +1,7 @@
 """What the routes for kept sequences do. Imported when one of them is first asked."""
 
 import asyncio
-import random
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
@@ -13,7 +11,6 @@ from fastapi.responses import JSONResponse
 
 from ropewalk.cache.types import Op, OpReport
 from ropewalk.model.config import Pooling
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.app.openai import EngineResponse, Serving, require_operator
 from ropewalk.server.engine.engine import Engine
@@ -30,14 +27,13 @@ from ropewalk.server.openai.requests import (
     check_prompt,
     combined_salt,
     encode,
+    greedy_request,
     require_decoder,
 )
 from ropewalk.server.openai.schemas import CachePlanBody
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.kept import NOT_KEPT, Asked, Kept, new_id
 from ropewalk.server.scheduling.request import Request as EngineRequest
-
-_NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class Computed(EngineResponse):
@@ -194,12 +190,8 @@ class Sequences:
                 f"{served.name} holds {served.max_context}; send a smaller count",
                 "count",
             )
-        continuing = _continuing(
-            [*kept.tokens],
-            SamplingParams(max_tokens=count, temperature=0.0),
-            kept.client,
-            kept.salt,
-            origin=kept,
+        continuing = greedy_request(
+            [*kept.tokens], kept.client, kept.salt, max_tokens=count, origin=kept
         )
         return await self._run(served.name, continuing)
 
@@ -247,23 +239,7 @@ def _client(request: Request) -> str:
 def _keeping(tokens: list[int], id_: str, client: str, salt: str, **more: Any) -> EngineRequest:
     """A request that computes tokens, wants no answer, and is kept under that id."""
     pooling = Pooling.LAST  # as an embedding, of which nobody is told
-    return _continuing(tokens, _NO_ANSWER, client, salt, keep=id_, pooling=pooling, **more)
-
-
-def _continuing(
-    tokens: list[int], params: SamplingParams, client: str, salt: str, **more: Any
-) -> EngineRequest:
-    return EngineRequest(
-        id=uuid.uuid4().hex,
-        tokens=tokens,
-        num_prompt=len(tokens),
-        params=params,
-        arrival=time.monotonic(),
-        rng=random.Random(0),
-        client=client,
-        salt=salt,
-        **more,
-    )
+    return greedy_request(tokens, client, salt, keep=id_, pooling=pooling, **more)
 
 
 def _require_full(tokens: int, block_size: int) -> None:

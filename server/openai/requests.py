@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplateError
 from ropewalk.model.sampling import SamplingParams
@@ -386,6 +387,23 @@ def choices_for(
                 )
             )
     return choices
+
+
+def greedy_request(
+    tokens: list[int], client: str, salt: str, *, max_tokens: int = 1, **more: Any
+) -> Request:
+    """A request for the most likely tokens; with a `pooling` among `more`, none follow at all."""
+    return Request(
+        id=uuid.uuid4().hex,
+        tokens=tokens,
+        num_prompt=len(tokens),
+        params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        arrival=time.monotonic(),
+        rng=random.Random(0),
+        client=client,
+        salt=salt,
+        **more,
+    )
 
 
 def require_decoder(served: Served, param: str) -> None:
