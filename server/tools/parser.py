@@ -132,11 +132,11 @@ class Parser:
     def _marked_or_bare(self) -> Reading[bool]:
         """Reasoning, or a call without a marker, both of which only begin a text."""
         think = self._format.think
-        if think and (yield from self._starting(think[:1])):
+        if think and (yield from self._starting(think[0])):
             self._mark()
             yield from self._think()
             return True
-        if self._format.bare and self._tools and (yield from self._starting(("{",))):
+        if self._format.bare and self._tools and (yield from self._starting("{")):
             self._at -= 1
             return (yield from self._call(""))
         return False
@@ -174,7 +174,7 @@ class Parser:
         first = yield from self._next()
         form = self._format.form
         if form is Form.XML and marker != "<function=" and first not in ("{", "["):
-            if not (yield from self._starting(("<function=",))):
+            if not (yield from self._starting("<function=")):
                 raise _Malformed
             marker = "<function="
         if marker == "<function=":
@@ -427,7 +427,7 @@ class Parser:
                     return
             elif first == '"' and quote != '"':
                 yield from self._quoted(write)
-            elif (yield from self._starting((quote,))):
+            elif (yield from self._starting(quote)):
                 write('"')
                 end = yield from self._until(
                     _Markers((quote,)),
@@ -480,22 +480,19 @@ class Parser:
         found = pattern.match(self._text, self._at)
         return self._take(found.end() - self._at) if found else ""
 
-    def _starting(self, markers: Sequence[str]) -> Reading[str]:
-        """The marker that comes next, after white space; if none does, nothing is read."""
+    def _starting(self, marker: str) -> Reading[bool]:
+        """Whether the marker comes next, after white space; if it does not, nothing is read."""
         while True:
             rest = self._text[self._at :]
             text = rest.lstrip()
-            for marker in markers:
-                if text.startswith(marker):
-                    spaces = self._take(len(rest) - len(text))
-                    self._take(len(marker))
-                    if self._kept is None:
-                        self._gap += spaces
-                    return marker
-            if not any(marker.startswith(text) for marker in markers):
-                return ""
-            if not (yield from self._more()):
-                return ""
+            if text.startswith(marker):
+                spaces = self._take(len(rest) - len(text))
+                self._take(len(marker))
+                if self._kept is None:
+                    self._gap += spaces
+                return True
+            if not marker.startswith(text) or not (yield from self._more()):
+                return False
 
     def _until(self, markers: "_Markers", write: Write) -> Reading[str]:
         """Writes the text before the first marker, which it reads; empty at the end."""
