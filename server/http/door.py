@@ -27,7 +27,7 @@ from contextlib import suppress
 from email.utils import formatdate
 from http import HTTPStatus
 from math import inf
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from starlette.types import Scope
 
@@ -83,12 +83,6 @@ class Visit:
             self._door.count(self, -1)
             self.model = model
             self._door.count(self, 1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.begin()
 
     def begin(self) -> None:
         """It waits no longer: it has its first token, or has ended. Repeating this is harmless."""

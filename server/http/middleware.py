@@ -295,8 +295,8 @@ class Admission:
             state = state_of(scope)
             with ExitStack() as state["held"]:
                 if scope["path"] in ANSWERED and scope["method"] == "POST":
-                    visit = self._door.enter(state.get("client", ""))
-                    state["visit"] = state["held"].enter_context(visit)
+                    state["visit"] = self._door.enter(state.get("client", ""))
+                    state["held"].callback(state["visit"].begin)
                 await self._app(scope, receive, send)
         finally:
             self._drain.in_flight -= 1
