@@ -17,27 +17,13 @@ from ropewalk.server.cli.connect import reaching, server_of
 from ropewalk.server.cli.options import Command, Setting, Value, count, number, seconds
 
 PREFIX = "ROPEWALK_CHAT_"
-_answer = partial(Setting, "Answer", prefix=PREFIX)
+_server, _answer = (partial(Setting, section, prefix=PREFIX) for section in ("Server", "Answer"))
 
 SETTINGS = (
     *reaching(PREFIX),
-    Setting(
-        "Server",
-        "--model",
-        "name of the model to use",
-        Value(str, "name"),
-        shown="the server's first",
-        prefix=PREFIX,
-    ),
+    _server("--model", "name of the model to use", Value(str, "name"), shown="the server's first"),
     Setting("Server", "--api-key", "API key to send with every request"),
-    Setting(
-        "Server",
-        "--timeout",
-        "longest silence before giving up",
-        seconds(1, 86400),
-        300,
-        prefix=PREFIX,
-    ),
+    _server("--timeout", "longest silence before giving up", seconds(1, 86400), 300),
     _answer("--system", "system message at the start of the conversation"),
     _answer("--max-tokens", "longest answer, in tokens", count(1, 1 << 24), 512),
     _answer(

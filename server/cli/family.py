@@ -139,7 +139,6 @@ def pack() -> None:
 @click.option(
     "--result",
     type=FILE,
-    metavar="FILE",
     help="file for the figures, as JSON (default: evaluation.json beside the corpus file; "
     "quick-evaluation.json with --quick)",
 )
@@ -166,7 +165,6 @@ def evaluate(**given: Any) -> None:
 @click.option(
     "--result",
     type=FILE,
-    metavar="FILE",
     help="results to report (default: evaluation.json beside the corpus file)",
 )
 @click.option(
@@ -178,7 +176,6 @@ def evaluate(**given: Any) -> None:
 @click.option(
     "--notes",
     type=FILE,
-    metavar="FILE",
     help="Markdown to add at the end, for example why findings differ from the literature",
 )
 def report(**given: Any) -> None:

@@ -1,5 +1,6 @@
 """`ropewalk health`: for container health checks. No torch."""
 
+from functools import partial
 from typing import Any
 
 import click
@@ -9,17 +10,15 @@ from ropewalk.server.cli.options import Command, Setting, seconds
 from ropewalk.server.errors import CommandError
 
 PREFIX = "ROPEWALK_HEALTH_"
+_server = partial(Setting, "Server", prefix=PREFIX)
+
 SETTINGS = (
     *reaching(PREFIX),
-    Setting(
-        "Server", "--timeout", "longest wait for the answer", seconds(0.1, 600), 3, prefix=PREFIX
-    ),
-    Setting(
-        "Server",
+    _server("--timeout", "longest wait for the answer", seconds(0.1, 600), 3),
+    _server(
         "--ready",
         "check that the server accepts requests, not only that it is alive",
         default=False,
-        prefix=PREFIX,
     ),
 )
 
