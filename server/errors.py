@@ -35,6 +35,8 @@ MAX_RETRY_AFTER = 60  # seconds; the openai package disregards longer advice
 RESTART_SECONDS = 5
 
 Headers = list[tuple[bytes, bytes]]
+Extra = tuple[tuple[bytes, bytes], ...]
+NO_RETRY: Extra = ((b"x-should-retry", b"false"),)  # clients would otherwise try three times
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -70,7 +72,7 @@ class ServeError(Exception):
     # A metric's label, which groups codes; None for what the engine counts.
     reason: ClassVar[str | None] = "other"
     closes: ClassVar[bool] = False  # the connection
-    extra_headers: ClassVar[Headers] = []
+    extra_headers: Extra = ()
     retry_after: int | None = None  # whole seconds until another try may succeed
     model: str | None = None  # whom it is about, where the body was not read
 
@@ -161,7 +163,7 @@ class Unauthorized(InvalidRequest):
     status = 401
     code = "invalid_api_key"
     reason = "unauthorized"
-    extra_headers: ClassVar[Headers] = [(b"www-authenticate", b"Bearer")]
+    extra_headers = ((b"www-authenticate", b"Bearer"),)
 
 
 class OperatorRoutesOff(InvalidRequest):
@@ -209,10 +211,7 @@ class MethodNotAllowed(InvalidRequest):
 
     def __init__(self, message: str, allow: str) -> None:
         super().__init__(message)
-        self.allow = allow
-
-    def headers(self, length: int) -> Headers:
-        return [*super().headers(length), (b"allow", self.allow.encode())]
+        self.extra_headers = ((b"allow", allow.encode()),)
 
 
 class ReceiveTimeout(InvalidRequest):
@@ -276,8 +275,7 @@ class RequestFailed(ServeError):
     """This request alone failed inside the engine."""
 
     reason: ClassVar[str | None] = None
-    # A request that failed once fails again, and clients would otherwise send it three times.
-    extra_headers: ClassVar[Headers] = [(b"x-should-retry", b"false")]
+    extra_headers = NO_RETRY  # a request that failed once fails again
 
 
 class NumericalError(RequestFailed):
@@ -288,7 +286,7 @@ class CacheChanged(RequestFailed):
     """Cached entries that the answer depends on changed in memory; a retry starts afresh."""
 
     code = "cache_changed"
-    extra_headers: ClassVar[Headers] = []
+    extra_headers = ()
 
 
 class WeightsChanged(RequestFailed):
@@ -297,7 +295,7 @@ class WeightsChanged(RequestFailed):
     status = 503
     code = "weights_changed"
     closes = True
-    extra_headers: ClassVar[Headers] = []
+    extra_headers = ()
     retry_after = RESTART_SECONDS
 
 
@@ -332,11 +330,8 @@ class ModelNotLoaded(NotReady):
         """retry_after: None where only an operator can help."""
         super().__init__(message, "model")
         self.retry_after = retry_after
-
-    def headers(self, length: int) -> Headers:
-        # Clients would otherwise try three times.
-        hopeless: Headers = [(b"x-should-retry", b"false")] if self.retry_after is None else []
-        return [*super().headers(length), *hopeless]
+        if retry_after is None:
+            self.extra_headers = NO_RETRY
 
 
 class ShuttingDown(NotReady):
@@ -352,7 +347,7 @@ class DeadlineExceeded(ServeError):
     status = 504
     code = "deadline_exceeded"
     reason = "deadline"
-    extra_headers: ClassVar[Headers] = [(b"x-should-retry", b"false")]  # it would take as long
+    extra_headers = NO_RETRY  # it would take as long
 
 
 def quoted(value: object) -> str:
