@@ -58,9 +58,7 @@ LATE = {  # what few need, and is imported where it is: in a function of these f
     "model/loading/checkpoints.py": ("model.tokenizers.gguf_vocab", "model.weights.gguf_file"),
     "model/tokenizers/loading.py": ("model.tokenizers.hf", "model.tokenizers.spm"),
     "server/app/cache.py": ("server.app.watching",),
-    "server/app/operations.py": (
-        *("server.app.described", "server.app.explorer", "server.app.positions"),
-    ),
+    "server/app/operations.py": ("server.app.described", "server.app.explorer"),
     "server/engine/engine.py": ("server.engine.kept_cache",),
     "server/openai/requests.py": ("server.tools.grammars",),
     "server/launch/build.py": (

@@ -4,8 +4,8 @@ import asyncio
 import re
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
-from types import ModuleType
+from functools import cache, partial
+from importlib import import_module
 from typing import Protocol
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -139,11 +139,7 @@ def _explorer_page() -> tuple[str, dict[str, str]]:
 def position_routes(serving: Serving) -> APIRouter:
     """What they take is imported when somebody asks: few do."""
     router, turns = APIRouter(), Turns()
-
-    def positions() -> ModuleType:
-        import ropewalk.server.app.positions as found
-
-        return found
+    positions = partial(import_module, "ropewalk.server.app.positions")
 
     async def beside(request: Request, compute: Callable[..., bytes], *of: object) -> Response:
         answer = await serving.awaited(request, turns.aside(compute, *of))

@@ -417,7 +417,7 @@ def _complete(
         block_size,
         files_of(model.checkpoint.path),
     )
-    served = _served(name, model.aliases, in_use, facts, limits)
+    served = _served(model.aliases, in_use, facts, limits)
     return Loaded(served, made.engine, facts, model.place, planner, defect, publisher)
 
 
@@ -532,18 +532,12 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
         )
 
 
-def _served(
-    name: str,
-    aliases: tuple[str, ...],
-    in_use: InUse,
-    facts: ModelFacts,
-    limits: Limits,
-) -> Served:
+def _served(aliases: tuple[str, ...], in_use: InUse, facts: ModelFacts, limits: Limits) -> Served:
     checkpoint = in_use.checkpoint
     shape, template = checkpoint.config, checkpoint.chat_template
     vocab_size = min(checkpoint.tokenizer.vocab_size, shape.vocab_size)
     return Served(
-        name=name,
+        name=facts.name,
         encoding=facts.encoding,
         tokenizer=checkpoint.tokenizer,
         chat_template=template,

@@ -166,7 +166,13 @@ async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[in
 
 def encode_now(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
     """As `encode`, for callers that are beside the event loop."""
-    _check_bytes(len(text.encode()), served, param)
+    size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * served.max_context
+    if size > limit:
+        raise PromptTooLong(
+            f"{param} has {size} bytes, more than the limit of {limit} for a context of "
+            f"{served.max_context} tokens; shorten it",
+            param,
+        )
     try:
         tokens = served.tokenizer.encode(text, bos=bos)
     except InvalidText as error:
@@ -174,16 +180,6 @@ def encode_now(text: str, served: Served, *, bos: bool, param: str) -> list[int]
     if bos and tokens and served.encoder_decoder is not None:
         tokens.append(served.encoder_decoder.end)
     return tokens
-
-
-def _check_bytes(size: int, served: Served, param: str) -> None:
-    limit = MAX_BYTES_PER_TOKEN * served.max_context
-    if size > limit:
-        raise PromptTooLong(
-            f"{param} has {size} bytes, more than the limit of {limit} for a context of "
-            f"{served.max_context} tokens; shorten it",
-            param,
-        )
 
 
 def check_prompt(
