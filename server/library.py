@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock, Thread
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -104,12 +103,7 @@ class Model:
     def __enter__(self) -> "Model":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def generate(self, prompt: Prompt, **fields: object) -> Answer:
