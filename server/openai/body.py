@@ -304,13 +304,6 @@ def refusal(details: ErrorDetails) -> InvalidField:
         return MissingField(f"{path} is missing; it is required", path)
     if kind == "extra_forbidden":
         return UnknownField(f"{path} is not a known parameter; leave it out", path)
-    if kind.startswith("union_tag"):
-        form = (
-            "text or a list of text parts"
-            if path.endswith("content")
-            else "a text, a list of texts, a list of token ids or a list of such lists"
-        )
-        return InvalidField(f"{path} should be {form}", path)
     if path == "stream_options.include_obfuscation":
         return UnsupportedField(f"{path} is not supported; leave it out or send false", path)
     message = details["msg"].removeprefix("Value error, ").replace(" after validation", "")
@@ -320,11 +313,11 @@ def refusal(details: ErrorDetails) -> InvalidField:
     return InvalidField(f"{path} {message}", path)
 
 
-_UNIONS = ("prompt", "input", "content", "tool_choice", "append")
+_UNIONS = ("prompt", "input", "tool_choice", "append")
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content", "parts", 1, "text") as messages[0].content[1].text"""
+    """("messages", 0, "content", "<list>", 1, "text") as messages[0].content[1].text"""
     path = ""
     for index, step in enumerate(location):
         if isinstance(step, int):

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, StrictStr, Tag, model_validator
+from pydantic import StrictStr, Tag, model_validator
 
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.openai.schemas import (
+    PROMPT_FORM,
     CacheSalt,
     Count,
     CountFromZero,
@@ -13,11 +14,10 @@ from ropewalk.server.openai.schemas import (
     SequenceId,
     Strict,
     TokenIds,
-    prompt_form,
 )
 
 OnePrompt = Annotated[
-    Annotated[StrictStr, Tag("text")] | Annotated[TokenIds, Tag("ids")], Discriminator(prompt_form)
+    Annotated[StrictStr, Tag("text")] | Annotated[TokenIds, Tag("ids")], PROMPT_FORM
 ]
 
 

@@ -58,7 +58,7 @@ CacheSalt = Annotated[str, Field(pattern="^[A-Za-z0-9._-]{1,128}$")]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 
 
-def prompt_form(value: Any) -> str | None:
+def _prompt_form(value: Any) -> str | None:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, str):
         return "text" if first is value else "texts"
@@ -68,6 +68,12 @@ def prompt_form(value: Any) -> str | None:
     return "ids" if isinstance(value, list) and type(first) in (int, list) else None
 
 
+PROMPT_FORM = Discriminator(
+    _prompt_form,
+    custom_error_type="form",
+    custom_error_message="should be a text, a list of texts, a list of token ids or a list of such "
+    "lists",
+)
 Prompt = Annotated[
     Annotated[StrictStr, Tag("text")]
     | Annotated[
@@ -77,7 +83,7 @@ Prompt = Annotated[
     | Annotated[
         list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")
     ],
-    Discriminator(prompt_form),
+    PROMPT_FORM,
 ]
 
 
@@ -278,18 +284,25 @@ class TextPart(Strict):
     cache_control: dict[str, Any] | None = None  # prefixes are cached without being marked
 
 
-def _content_form(value: Any) -> str | None:
-    if isinstance(value, str):
-        return "text"
-    return "parts" if isinstance(value, list) else None
+def text_or(things: str) -> Discriminator:
+    """Tells the tags <text> and <list> apart; the refusal names the things of the list."""
+
+    def form(value: object) -> str | None:
+        return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+    return Discriminator(
+        form,
+        custom_error_type="form",
+        custom_error_message=f"should be text or a list of {things}",
+    )
 
 
 Content = Annotated[
-    Annotated[StrictStr, Tag("text")]
+    Annotated[StrictStr, Tag("<text>")]
     | Annotated[
-        list[TextPart], Field(min_length=1, max_length=MAX_PARTS), _FAIL_FAST, Tag("parts")
+        list[TextPart], Field(min_length=1, max_length=MAX_PARTS), _FAIL_FAST, Tag("<list>")
     ],
-    Discriminator(_content_form),
+    text_or("text parts"),
 ]
 
 

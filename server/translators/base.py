@@ -70,19 +70,6 @@ class Lenient(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-def text_or(things: str) -> Discriminator:
-    """Tells the tags <text> and <list> apart; the refusal names the things of the list."""
-
-    def form(value: object) -> str | None:
-        return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-    return Discriminator(
-        form,
-        custom_error_type="form",
-        custom_error_message=f"should be text or a list of {things}",
-    )
-
-
 def by_type(*types: str, default: str | None = None) -> Discriminator:
     """Tells objects apart by their `type`, whose tag is <type>."""
     return Discriminator(

@@ -15,6 +15,7 @@ from ropewalk.server.openai.schemas import (
     ChatBody,
     Count,
     Stops,
+    text_or,
 )
 from ropewalk.server.translators.base import (
     Fields,
@@ -23,7 +24,6 @@ from ropewalk.server.translators.base import (
     by_type,
     chat_content,
     refused,
-    text_or,
 )
 
 # Chat's name of what it may refuse, and the client's.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, StrictStr, Tag
 
 from ropewalk.server.errors import InvalidField, UnsupportedField
-from ropewalk.server.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Count
+from ropewalk.server.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Count, text_or
 from ropewalk.server.translators.base import (
     Fields,
     Lenient,
@@ -14,7 +14,6 @@ from ropewalk.server.translators.base import (
     by_type,
     chat_content,
     refused,
-    text_or,
 )
 
 # Chat's name of what it may refuse, and the client's.
