@@ -313,17 +313,14 @@ def refusal(details: ErrorDetails) -> InvalidField:
     return InvalidField(f"{path} {message}", path)
 
 
-_UNIONS = ("prompt", "input", "tool_choice", "append")
-
-
 def _path(location: tuple[int | str, ...]) -> str:
     """("messages", 0, "content", "<list>", 1, "text") as messages[0].content[1].text"""
     path = ""
-    for index, step in enumerate(location):
+    for step in location:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step == "[key]" or step.startswith("<") or (index and location[index - 1] in _UNIONS):
-            continue  # the tag of the union, not something the client wrote
+        elif step == "[key]" or step.startswith("<"):
+            continue  # the tag of a union, not something the client wrote
         else:
             safe = step if re.fullmatch(r"[A-Za-z0-9_]{1,64}", step) else "?"
             path += f".{safe}" if path else safe

@@ -17,7 +17,7 @@ from ropewalk.server.openai.schemas import (
 )
 
 OnePrompt = Annotated[
-    Annotated[StrictStr, Tag("text")] | Annotated[TokenIds, Tag("ids")], PROMPT_FORM
+    Annotated[StrictStr, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], PROMPT_FORM
 ]
 
 

@@ -10,21 +10,21 @@ MOST_APPENDED = 128
 
 
 def _form(value: object) -> str:
-    return "text" if isinstance(value, str) else "ids"
+    return "<text>" if isinstance(value, str) else "<ids>"
 
 
 def _more_form(value: object) -> str:
-    return "count" if isinstance(value, int | float) else _form(value)
+    return "<count>" if isinstance(value, int | float) else _form(value)
 
 
 Text = Annotated[
-    Annotated[StrictStr, Tag("text")] | Annotated[TokenIds, Tag("ids")], Discriminator(_form)
+    Annotated[StrictStr, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], Discriminator(_form)
 ]
 
 More = Annotated[
-    Annotated[StrictStr, Tag("text")]
-    | Annotated[TokenIds, Tag("ids")]
-    | Annotated[Count, Field(le=MOST_APPENDED), Tag("count")],
+    Annotated[StrictStr, Tag("<text>")]
+    | Annotated[TokenIds, Tag("<ids>")]
+    | Annotated[Count, Field(le=MOST_APPENDED), Tag("<count>")],
     Discriminator(_more_form),
 ]
 

@@ -61,11 +61,11 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), _WHOLE]
 def _prompt_form(value: Any) -> str | None:
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, str):
-        return "text" if first is value else "texts"
+        return "<text>" if first is value else "<texts>"
     if first is not value and isinstance(first, list):
-        return "id lists"
+        return "<id lists>"
     # An empty list has no form of its own: it fails as a list of ids, which may not be empty.
-    return "ids" if isinstance(value, list) and type(first) in (int, list) else None
+    return "<ids>" if isinstance(value, list) and type(first) in (int, list) else None
 
 
 PROMPT_FORM = Discriminator(
@@ -75,13 +75,13 @@ PROMPT_FORM = Discriminator(
     "lists",
 )
 Prompt = Annotated[
-    Annotated[StrictStr, Tag("text")]
+    Annotated[StrictStr, Tag("<text>")]
     | Annotated[
-        list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("texts")
+        list[StrictStr], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("<texts>")
     ]
-    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[TokenIds, Tag("<ids>")]
     | Annotated[
-        list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("id lists")
+        list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("<id lists>")
     ],
     PROMPT_FORM,
 ]
@@ -439,15 +439,15 @@ class AllowedTools(Strict):
 
 def _tool_choice_form(value: Any) -> str:
     if isinstance(value, str):
-        return "word"
+        return "<word>"
     is_allowed = isinstance(value, dict) and value.get("type") == "allowed_tools"
-    return "allowed" if is_allowed else "named"
+    return "<allowed>" if is_allowed else "<named>"
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[NamedTool, Tag("named")]
-    | Annotated[AllowedTools, Tag("allowed")],
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedTools, Tag("<allowed>")],
     Discriminator(_tool_choice_form),
 ]
 
