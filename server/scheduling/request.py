@@ -259,7 +259,7 @@ def check_length(
     source: int,
     context: int,
     *,
-    model: str = "",
+    model: str = "this model",
     param: str = "prompt",
     answered: bool = True,
 ) -> None:
@@ -269,23 +269,18 @@ def check_length(
     prompt, source: tokens that the decoder and an encoder read. model: named to a client, like
     the field that it sent.
     """
-    what = param if model else "The prompt"
-    of, end = (f" of {model}", "") if model else ("", ".")
     if source > context:
-        reads = f"encoder{of} reads at most" if model else "encoder's context holds"
         raise PromptTooLong(
-            f"{what} has {source} tokens, but the {reads} {context}; shorten it{end}", param
-        )
-    if prompt > context and not answered:
-        raise PromptTooLong(
-            f"{what} has {prompt} tokens, but the context{of} holds {context}; shorten it{end}",
+            f"{param} has {source} tokens, but the encoder of {model} reads at most {context}; "
+            "shorten it",
             param,
         )
+    too_long = f"{param} has {prompt} tokens, but the context of {model} holds {context}"
+    if prompt > context and not answered:
+        raise PromptTooLong(f"{too_long}; shorten it", param)
     if prompt >= context and answered:
         raise PromptTooLong(
-            f"{what} has {prompt} tokens, but the context{of} holds {context}, at least one of "
-            f"which is for the answer; shorten it{end}",
-            param,
+            f"{too_long}, at least one of which is for the answer; shorten it", param
         )
 
 
