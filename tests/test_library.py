@@ -17,10 +17,9 @@ import pytest
 
 import ropewalk
 from ropewalk.server import library
-from ropewalk.server.http.in_thread import in_thread
-from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.launch.build import application
 from ropewalk.server.metrics.exporter import Metrics
+from tests.server.toy import running
 
 ROOT = Path(__file__).parents[1]
 MEMBER = "ropewalk-rope"
@@ -43,9 +42,8 @@ def server():
     """The same model behind a real socket: its address."""
     config = library._config(MEMBER, OPTIONS)
     app = application(config, Metrics(), lambda: None).app
-    made = uvicorn_config(app, host="127.0.0.1", port=0, log_config=None, access_log=False)
-    with in_thread(Server(made, app.state.drain, 5.0)) as port:
-        yield f"http://127.0.0.1:{port}"
+    with running(app) as (url, _):
+        yield url
 
 
 def test_importing_it_is_cheap_and_names_what_there_is() -> None:

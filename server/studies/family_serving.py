@@ -2,8 +2,7 @@
 
 import http.client
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ropewalk.server.cli.serve import from_program
@@ -30,7 +29,9 @@ def served_logprobs(
 
     trusted: encodings outside this project whose code may run.
     """
-    with _running(_configured(folder, dtype, context, trusted)) as port:
+    app = application(_configured(folder, dtype, context, trusted), Metrics(), lambda: None).app
+    made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
+    with in_thread(Server(made, app.state.drain, DRAIN_S)) as port:
         return [_asked(port, prompt) for prompt in prompts]
 
 
@@ -67,12 +68,3 @@ def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]
     options = {"dtype": dtype, "max_model_len": context, "kv_memory": "256M"}
     told = {"models": [f"{NAME}={folder}"], "trust_encoding": tuple(trusted)}
     return server_config(from_program(options | told))
-
-
-@contextmanager
-def _running(config: ServerConfig) -> Iterator[int]:
-    """Runs the server in a thread; yields its port, that of a real socket."""
-    app = application(config, Metrics(), lambda: None).app
-    made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
-    with in_thread(Server(made, app.state.drain, DRAIN_S)) as port:
-        yield port
