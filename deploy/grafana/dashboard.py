@@ -58,11 +58,15 @@ def lines(title: str, says: str, unit: str, query: str, label: str = "") -> Pane
     return Panel(title, says, unit, ((query, legend),))
 
 
+def several(title: str, says: str, unit: str, **queries: str) -> Panel:
+    """Lines for each query, with its name."""
+    named = tuple((query, f"{NAMED} · {word}") for word, query in queries.items())
+    return Panel(title, says, unit, named)
+
+
 def latency(title: str, says: str, name: str) -> Panel:
     """The median and the slowest hundredth."""
-    shares = ((0.5, "p50"), (0.99, "p99"))
-    queries = tuple((quantile(share, name), f"{NAMED} · {word}") for share, word in shares)
-    return Panel(title, says, "s", queries)
+    return several(title, says, "s", p50=quantile(0.5, name), p99=quantile(0.99, name))
 
 
 CACHE = (
@@ -99,16 +103,14 @@ CACHE = (
         "bytes",
         recorded("position_bytes_per_token"),
     ),
-    Panel(
+    several(
         "Rotations and bias additions per token",
         "What the positional work consists of: queries and keys rotated, scores to which a bias "
         "was added, bias values computed for a step.",
         "short",
-        (
-            (recorded("position_rotations_per_token"), f"{NAMED} · rotated"),
-            (recorded("position_bias_values_per_token"), f"{NAMED} · added"),
-            (recorded("position_bias_built_per_token"), f"{NAMED} · built"),
-        ),
+        rotated=recorded("position_rotations_per_token"),
+        added=recorded("position_bias_values_per_token"),
+        built=recorded("position_bias_built_per_token"),
     ),
     lines(
         "Time of a decoding step by context",
@@ -126,15 +128,13 @@ CACHE = (
         recorded("forward_seconds:mean5m"),
         "phase",
     ),
-    Panel(
+    several(
         "Attention and positions in a forward pass",
         "Shares of the time in the model. Positions have a line only where no positional work "
         "happens in attention.",
         "percentunit",
-        (
-            (recorded("attention_time_ratio"), f"{NAMED} · attention"),
-            (recorded("position_time_ratio"), f"{NAMED} · positions"),
-        ),
+        attention=recorded("attention_time_ratio"),
+        positions=recorded("position_time_ratio"),
     ),
     lines(
         "Context shifts",
@@ -143,14 +143,12 @@ CACHE = (
         rate("context_shifts_total", "outcome"),
         "outcome",
     ),
-    Panel(
+    several(
         "Time of a context shift",
         "How long a shift delays the whole step.",
         "s",
-        (
-            (recorded("context_shift_seconds:mean5m"), f"{NAMED} · mean"),
-            (quantile(0.99, "context_shift_seconds"), f"{NAMED} · p99"),
-        ),
+        mean=recorded("context_shift_seconds:mean5m"),
+        p99=quantile(0.99, "context_shift_seconds"),
     ),
     lines(
         "Entries rewritten per shift",
@@ -158,34 +156,28 @@ CACHE = (
         "short",
         recorded("kv_rewritten_entries_per_shift"),
     ),
-    Panel(
+    several(
         "Blocks sealed and verified",
         "Checksums taken, and blocks compared with their checksum.",
         "ops",
-        (
-            (rate("kv_blocks_sealed_total"), f"{NAMED} · sealed"),
-            (rate("kv_blocks_verified_total"), f"{NAMED} · verified"),
-        ),
+        sealed=rate("kv_blocks_sealed_total"),
+        verified=rate("kv_blocks_verified_total"),
     ),
-    Panel(
+    several(
         "Entries mutated and stale",
         "Entries that changed without a cause, and entries that should have changed but did not. "
         "Anything but 0 is a fault.",
         "short",
-        (
-            (gauge("kv_mutated_entries_total"), f"{NAMED} · mutated"),
-            (gauge("kv_stale_entries_total"), f"{NAMED} · stale"),
-        ),
+        mutated=gauge("kv_mutated_entries_total"),
+        stale=gauge("kv_stale_entries_total"),
     ),
-    Panel(
+    several(
         "Decoding compared with one whole pass",
         "The largest difference between logits, measured at start, and how much of it rounding can "
         "explain.",
         "short",
-        (
-            (highest("cache_parity_max_abs_error"), f"{NAMED} · differs"),
-            (highest("cache_parity_tolerance"), f"{NAMED} · rounding"),
-        ),
+        differs=highest("cache_parity_max_abs_error"),
+        rounding=highest("cache_parity_tolerance"),
     ),
     lines(
         "Tokens past the trained context",
@@ -195,14 +187,12 @@ CACHE = (
     ),
 )
 SERVING = (
-    Panel(
+    several(
         "Requests",
         "Requests that hold cache blocks, and requests that wait.",
         "short",
-        (
-            (gauge("requests_running"), f"{NAMED} · running"),
-            (gauge("requests_waiting"), f"{NAMED} · waiting"),
-        ),
+        running=gauge("requests_running"),
+        waiting=gauge("requests_waiting"),
     ),
     lines(
         "Requests ended",
@@ -211,14 +201,12 @@ SERVING = (
         rate("requests_total", "finish_reason"),
         "finish_reason",
     ),
-    Panel(
+    several(
         "Throughput",
         "Tokens per second: generated tokens, and prompt tokens computed.",
         "short",
-        (
-            (rate("generated_tokens_total"), f"{NAMED} · generated"),
-            (rate("prompt_tokens_total", where='source="computed"'), f"{NAMED} · prompt"),
-        ),
+        generated=rate("generated_tokens_total"),
+        prompt=rate("prompt_tokens_total", where='source="computed"'),
     ),
     latency(
         "Time to first token",
@@ -245,23 +233,19 @@ SERVING = (
         f"sum by ({BY}, state) (ropewalk_kv_blocks{{{CHOSEN}}})",
         "state",
     ),
-    Panel(
+    several(
         "Preemptions and evictions",
         "Preempted requests, which go on later, and cached blocks that were evicted.",
         "ops",
-        (
-            (rate("preemptions_total"), f"{NAMED} · preempted"),
-            (rate("kv_evicted_blocks_total"), f"{NAMED} · evicted"),
-        ),
+        preempted=rate("preemptions_total"),
+        evicted=rate("kv_evicted_blocks_total"),
     ),
-    Panel(
+    several(
         "Errors",
         "Share of requests that ended with an error, and streams broken off by one, per second.",
         "short",
-        (
-            (recorded("error_ratio"), f"{NAMED} · share"),
-            (rate("stream_errors_total"), f"{NAMED} · streams"),
-        ),
+        share=recorded("error_ratio"),
+        streams=rate("stream_errors_total"),
     ),
     Panel(
         "Rejected and disconnected",
