@@ -259,6 +259,7 @@ OUTCOMES = ("reindexed", "rerotated", "recomputed")
 BLOCK_STATES = tuple(field.name for field in fields(BlockCounts))
 SPILL_STATES = ("free", "waiting", "cached")
 SPILL_WAYS = tuple(field.name for field in fields(Moves))
+WORK = tuple(field.name for field in fields(PositionalWork))
 CONTEXT_BOUNDS = (128, 512, 2048, 8192)
 CONTEXTS = (*map(str, CONTEXT_BOUNDS), "+Inf")
 
@@ -284,15 +285,8 @@ class ModelMetrics:
         self._kept = child("context_shift_tokens", "kept")
         self._dropped = child("context_shift_tokens", "dropped")
         self._rewritten = {cause: child("kv_rewritten_entries", cause) for cause in CAUSES}
-        self._position = {  # in the order of PositionalWork's fields
-            phase: (
-                child("position_rotations", phase),
-                child("position_bias_values", phase),
-                child("position_bias_built", phase),
-                child("position_flops", phase),
-                child("position_bytes", phase),
-                child("position_bias_bytes", phase),
-            )
+        self._position = {
+            phase: [child(f"position_{name}", phase) for name in WORK]
             for phase in (Phase.PREFILL, Phase.DECODE)
         }
         self._decode_step = [child("decode_step_seconds", bound) for bound in CONTEXTS]
@@ -359,8 +353,7 @@ class ModelMetrics:
             self._observe_end(summary)
 
     def _observe_position(self, phase: Phase, work: PositionalWork) -> None:
-        amounts = work.values
-        for counter, amount in zip(self._position[phase], amounts, strict=True):
+        for counter, amount in zip(self._position[phase], work.values, strict=True):
             if amount:
                 counter.inc(amount)
 
