@@ -54,6 +54,8 @@ def _held(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise _in_use(path) from error
+        if not (beside.exists() and os.path.samestat(beside.stat(), os.fstat(lock.fileno()))):
+            raise _in_use(path)  # it was, until just now, by whom this file was removed
         try:
             yield
         finally:

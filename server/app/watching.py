@@ -59,11 +59,6 @@ async def cache_stream(
     name = serving.models.name(model)
     if serving.models.get(name) is None:  # to look at a cache must load nothing
         raise ModelNotLoaded(f"{name} is not loaded, so it has no cache", retry_after=None)
-    if sum(each.listeners for each in watches.values()) >= MOST_LISTENERS:
-        raise QueueFull(
-            f"{MOST_LISTENERS} clients watch caches already; close one of them, or ask for "
-            "/v1/cache from time to time"
-        )
 
     def entry(view: CacheView) -> dict[str, object]:
         served = serving.models.get(name)  # not held: who looks on must not keep it in memory
@@ -104,6 +99,11 @@ class CacheStream(EngineResponse):
 
     async def _run(self, out: EventStream, visit: Visit | None) -> None:
         watches, model = self._watches, self._model
+        if sum(each.listeners for each in watches.values()) >= MOST_LISTENERS:
+            raise QueueFull(
+                f"{MOST_LISTENERS} clients watch caches already; close one of them, or ask for "
+                "/v1/cache from time to time"
+            )
         watch = watches.get(model)
         if watch is None or watch.failure is not None:  # which some may still have to be told of
             watch = watches[model] = self._begin()

@@ -6,7 +6,6 @@ from pydantic import StrictStr, Tag, model_validator
 
 from ropewalk.server.errors import InvalidField, MissingField
 from ropewalk.server.openai.schemas import (
-    PROMPT_FORM,
     CacheSalt,
     Count,
     CountFromZero,
@@ -14,10 +13,11 @@ from ropewalk.server.openai.schemas import (
     SequenceId,
     Strict,
     TokenIds,
+    text_or,
 )
 
 OnePrompt = Annotated[
-    Annotated[StrictStr, Tag("<text>")] | Annotated[TokenIds, Tag("<ids>")], PROMPT_FORM
+    Annotated[StrictStr, Tag("<text>")] | Annotated[TokenIds, Tag("<list>")], text_or("token ids")
 ]
 
 

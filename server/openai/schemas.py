@@ -68,12 +68,6 @@ def _prompt_form(value: Any) -> str | None:
     return "<ids>" if isinstance(value, list) and type(first) in (int, list) else None
 
 
-PROMPT_FORM = Discriminator(
-    _prompt_form,
-    custom_error_type="form",
-    custom_error_message="should be a text, a list of texts, a list of token ids or a list of such "
-    "lists",
-)
 Prompt = Annotated[
     Annotated[StrictStr, Tag("<text>")]
     | Annotated[
@@ -83,7 +77,12 @@ Prompt = Annotated[
     | Annotated[
         list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), _FAIL_FAST, Tag("<id lists>")
     ],
-    PROMPT_FORM,
+    Discriminator(
+        _prompt_form,
+        custom_error_type="form",
+        custom_error_message="should be a text, a list of texts, a list of token ids or a list of "
+        "such lists",
+    ),
 ]
 
 

@@ -395,6 +395,8 @@ def test_where_operator_routes_are_off_nothing_is_kept(kernels):
         ("append", {"prompt": [9] * 500}, "context_length_exceeded", "prompt", "context"),
         ("append", {"prompt": [99999]}, "invalid_value", "prompt", "vocabulary"),
         ("append", {"prompt": ""}, "invalid_value", "prompt", "has no tokens"),
+        ("append", {"prompt": 7}, "invalid_value", "prompt", "be text or a list of token ids"),
+        ("append", {"prompt": ["a"]}, "invalid_value", "prompt[0]", "valid integer"),
         ("swap", {}, "invalid_value", "operation", "should be"),
     ],
 )  # fmt: skip

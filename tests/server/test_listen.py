@@ -1,6 +1,7 @@
 """The socket is bound early, and a refusal says what to do."""
 
 import errno
+import fcntl
 import os
 import socket
 from pathlib import Path
@@ -94,6 +95,23 @@ def test_a_server_that_still_loads_keeps_its_socket(tmp_path: Path) -> None:
         pass
     with listen.bound("", 0, path):
         assert path.is_socket()
+
+
+def test_two_servers_that_follow_one_do_not_both_begin(tmp_path: Path, monkeypatch) -> None:
+    """One has opened the lock's file when the server before removes it, and another makes it."""
+    path, lock = tmp_path / "s", tmp_path / "s.lock"
+
+    def flock(*_) -> None:
+        lock.rename(tmp_path / "removed")
+        lock.touch()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(CommandError, match=r"/s: another program is using this socket"),
+        listen.bound("", 0, path),
+    ):
+        pass
+    assert lock.exists()
 
 
 def test_the_socket_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> None:
