@@ -17,7 +17,6 @@ from ropewalk.model.encodings.base import (
     PositionalEncoding,
     need_table,
 )
-from ropewalk.model.encodings.common.cost import PositionalWork
 
 
 def slopes(heads: int, bias_max: float = 8.0) -> torch.Tensor:
@@ -107,15 +106,3 @@ class ALiBi(PositionalEncoding):
 
     def score_bias(self) -> LinearBias | KeyBias:
         return LinearBias(self.slopes) if self.by_key is None else KeyBias(self.by_key)
-
-    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """A product and a sum for every key and head; with `hf_exact`, a table read and a sum."""
-        values = config.num_heads * sum(config.seen(context))
-        exact = self.by_key is not None
-        read = 4 * config.num_heads * (context if exact else 1)
-        return PositionalWork(
-            bias_values=values,
-            flops=values if exact else 2 * values,
-            bytes=read,
-            bias_bytes=read,
-        )

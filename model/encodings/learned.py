@@ -19,7 +19,6 @@ from ropewalk.model.encodings.base import (
     need_integer,
     need_scale,
 )
-from ropewalk.model.encodings.common.cost import PositionalWork
 
 
 class Learned(PositionalEncoding):
@@ -75,7 +74,3 @@ class Learned(PositionalEncoding):
 
     def vectors(self) -> PositionVectors:
         return PositionVectors(self.table[self.offset :], self.scale)
-
-    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """One row is read and added, however long the context."""
-        return PositionalWork(flops=config.hidden_size, bytes=4 * config.hidden_size)

@@ -21,7 +21,6 @@ from ropewalk.model.encodings.base import (
     need_scale,
     need_table,
 )
-from ropewalk.model.encodings.common.cost import PositionalWork
 
 LAYOUTS = ("interleaved", "split")
 SLOWEST = ("next", "last")
@@ -129,7 +128,3 @@ class Sinusoidal(PositionalEncoding):
 
     def vectors(self) -> PositionVectors:
         return PositionVectors(self.table)
-
-    def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
-        """One row is read and added, however long the context."""
-        return PositionalWork(flops=config.hidden_size, bytes=4 * config.hidden_size)

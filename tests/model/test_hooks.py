@@ -16,6 +16,7 @@ from ropewalk.model.encodings.base import (
     TableBias,
     create,
 )
+from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rotary import Rotation
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.encodings.rope import RoPE
@@ -218,9 +219,7 @@ class Layerless(PositionalEncoding):
         return self.of[layer]
 
 
-@pytest.mark.parametrize(
-    "name", ["nope", "alibi", "learned", "sinusoidal", "t5-table", "rope", "fire"]
-)
+@pytest.mark.parametrize("name", ["t5-table", "rope", "fire"])
 def test_work_is_by_default_what_the_hooks_say(name):
     """As those encodings count it that do nothing less; RoPE also reads angles."""
     encoding = tiny(name).encoding
@@ -233,3 +232,10 @@ def test_work_is_by_default_what_the_hooks_say(name):
             counted = encoding.work(CONFIG, context, 16)
             assert replace(told, bytes=0) == replace(counted, bytes=0)
             assert told.bytes == (0 if name == "rope" else counted.bytes)
+
+
+@pytest.mark.parametrize("context", [1, 30])
+def test_work_of_vectors_is_a_row_that_is_added(context):
+    row = PositionalWork(flops=CONFIG.hidden_size, bytes=4 * CONFIG.hidden_size)
+    for name, expected in (("nope", NO_WORK), ("learned", row), ("sinusoidal", row)):
+        assert tiny(name).encoding.work(CONFIG, context, 16) == expected
