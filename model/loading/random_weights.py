@@ -105,10 +105,6 @@ class RandomWeights:
     def in_4_bits(self) -> bool:
         return False
 
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        return {}
-
     def names(self) -> frozenset[str]:
         return frozenset(self.shapes)
 

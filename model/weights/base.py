@@ -9,7 +9,6 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Protocol
@@ -29,11 +28,6 @@ class CheckpointError(Exception):
 
 class WeightFile(Protocol):
     """Stored tensors by name. The header is checked on opening, the data when it is read."""
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        """The file's metadata, as plain Python values."""
-        ...
 
     @property
     def in_4_bits(self) -> bool:

@@ -69,7 +69,7 @@ class Entry(NamedTuple):
 
 
 class GGUFFile:
-    """A WeightFile whose metadata are the file's own keys and values."""
+    """A WeightFile, and the file's own metadata by their keys."""
 
     def __init__(self, path: Path) -> None:
         """Read and check the header. Raises CheckpointError."""
@@ -78,12 +78,8 @@ class GGUFFile:
             file_size = size_of(file)
         cursor = _Cursor(path, read_range(path, 0, min(file_size, MAX_HEADER)))
         tensors, keys = _preamble(cursor)
-        self._metadata = _read_metadata(cursor, keys)
-        self._entries = _read_entries(cursor, tensors, self._metadata, file_size)
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        return self._metadata
+        self.metadata: Mapping[str, object] = _read_metadata(cursor, keys)
+        self._entries = _read_entries(cursor, tensors, self.metadata, file_size)
 
     @property
     def in_4_bits(self) -> bool:

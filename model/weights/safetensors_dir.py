@@ -6,7 +6,6 @@ tensor names, and takes seconds and a gigabyte for a million empty tensors.
 """
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,11 +68,6 @@ class SafetensorsDirectory:
             self._entries = read_header(folder / SINGLE)
         else:
             self._entries = _read_shards(folder)
-
-    @property
-    def metadata(self) -> Mapping[str, object]:
-        """Empty: such a folder's description is in its config.json."""
-        return {}
 
     def names(self) -> frozenset[str]:
         """Names of weights: a row scale is part of the tensor that it belongs to."""

@@ -17,9 +17,8 @@ ABSENT = object()
 class Stored:
     """Tensors by shape alone, but for those whose values are part of the description."""
 
-    def __init__(self, shapes, metadata=None, values=None):
+    def __init__(self, shapes, values=None):
         self.shapes = shapes
-        self.metadata = metadata or {}
         self.values = values or {}
 
     def read(self, name):
@@ -221,7 +220,7 @@ def from_gguf(arch="llama", tensors=None, stored=None, elsewhere=None, **own):
     values |= {"tokenizer.ggml.model": "gpt2"} | (elsewhere or {})
     stored = stored or {}
     shapes = tensors | {name: (len(numbers),) for name, numbers in stored.items()}
-    weights = Stored(shapes, values, stored)
+    weights = Stored(shapes, stored)
     return by_gguf_name(arch, "x.gguf").config_from_gguf(Fields("x.gguf", values), weights)
 
 

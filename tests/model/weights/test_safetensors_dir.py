@@ -42,7 +42,6 @@ def test_reads_what_the_library_writes(tmp_path):
     save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
     weights = SafetensorsDirectory(tmp_path)
     assert weights.names() == tensors.keys()
-    assert weights.metadata == {}
     for name, tensor in tensors.items():
         assert weights.shape(name) == tuple(tensor.shape)
         assert weights.read(name).dtype == tensor.dtype
