@@ -1,44 +1,22 @@
 """Where both formats store the parameters of T5's encoder-decoder."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ropewalk.model.architectures.stored import Parameters, Stored
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Names within a layer, without .weight."""
-
-    norm: str
-    q: str
-    k: str
-    v: str
-    out: str
-
-
-@dataclass(frozen=True, slots=True)
-class FeedForward:
-    """Names within a layer, without .weight; `plain` is the up-projection of an ungated MLP."""
-
-    norm: str
-    gate: str
-    up: str
-    plain: str
-    down: str
+Layer = Mapping[str, tuple[str, ...]]  # parameter → the tensors that hold its rows, in order
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The encoder or the decoder. `layer` has {} for its index."""
+    """The encoder or the decoder: names without .weight. `prefix` has {} for a layer's index."""
 
-    layer: str
+    prefix: str
     norm: str
-    bias: str
-    attention: Attention
-    cross: Attention | None
-    feed_forward: FeedForward
+    bias: str  # within a layer
+    layer: Layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,52 +27,48 @@ class Names:
     decoder: Side
 
 
-def _hf_attention(index: int, name: str) -> Attention:
-    at = f"layer.{index}."
-    return Attention(f"{at}layer_norm", *(f"{at}{name}.{part}" for part in "qkvo"))
+def _hf_layer(last: str) -> Layer:
+    own, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+    return {
+        "attention_norm": ("layer.0.layer_norm",),
+        "attention.qkv": (f"{own}.q", f"{own}.k", f"{own}.v"),
+        "attention.out": (f"{own}.o",),
+        "cross_norm": ("layer.1.layer_norm",),
+        "cross.q": (f"{cross}.q",),
+        "cross.kv": (f"{cross}.k", f"{cross}.v"),
+        "cross.out": (f"{cross}.o",),
+        "mlp_norm": (f"{last}.layer_norm",),
+        "mlp.gate_up": (f"{last}.DenseReluDense.wi_0", f"{last}.DenseReluDense.wi_1"),
+        "mlp.up": (f"{last}.DenseReluDense.wi",),
+        "mlp.down": (f"{last}.DenseReluDense.wo",),
+    }
 
 
-def _hf_side(side: str, cross: Attention | None) -> Side:
-    last = f"layer.{1 if cross is None else 2}."
-    return Side(
-        layer=f"{side}.block.{{}}.",
-        norm=f"{side}.final_layer_norm",
-        bias="layer.0.SelfAttention.relative_attention_bias",
-        attention=_hf_attention(0, "SelfAttention"),
-        cross=cross,
-        feed_forward=FeedForward(
-            f"{last}layer_norm",
-            *(f"{last}DenseReluDense.{part}" for part in ("wi_0", "wi_1", "wi", "wo")),
-        ),
-    )
-
-
-def _gguf_attention(name: str) -> Attention:
-    return Attention(*(f"{name}_{part}" for part in ("norm", "q", "k", "v", "o")))
-
-
-def _gguf_side(side: str, cross: Attention | None) -> Side:
-    return Side(
-        layer=f"{side}.blk.{{}}.",
-        norm=f"{side}.output_norm",
-        bias="attn_rel_b",
-        attention=_gguf_attention("attn"),
-        cross=cross,
-        feed_forward=FeedForward("ffn_norm", "ffn_gate", "ffn_up", "ffn_up", "ffn_down"),
-    )
-
-
+_HF_BIAS = "layer.0.SelfAttention.relative_attention_bias"
+_GGUF_LAYER = {
+    "attention_norm": ("attn_norm",),
+    "attention.qkv": ("attn_q", "attn_k", "attn_v"),
+    "attention.out": ("attn_o",),
+    "cross_norm": ("cross_attn_norm",),
+    "cross.q": ("cross_attn_q",),
+    "cross.kv": ("cross_attn_k", "cross_attn_v"),
+    "cross.out": ("cross_attn_o",),
+    "mlp_norm": ("ffn_norm",),
+    "mlp.gate_up": ("ffn_gate", "ffn_up"),
+    "mlp.up": ("ffn_up",),
+    "mlp.down": ("ffn_down",),
+}
 HUGGING_FACE = Names(
     embed="shared",
     head="lm_head",
-    encoder=_hf_side("encoder", None),
-    decoder=_hf_side("decoder", _hf_attention(1, "EncDecAttention")),
+    encoder=Side("encoder.block.{}.", "encoder.final_layer_norm", _HF_BIAS, _hf_layer("layer.1")),
+    decoder=Side("decoder.block.{}.", "decoder.final_layer_norm", _HF_BIAS, _hf_layer("layer.2")),
 )
 GGUF = Names(
     embed="token_embd",
     head="output",
-    encoder=_gguf_side("enc", None),
-    decoder=_gguf_side("dec", _gguf_attention("cross_attn")),
+    encoder=Side("enc.blk.{}.", "enc.output_norm", "attn_rel_b", _GGUF_LAYER),
+    decoder=Side("dec.blk.{}.", "dec.output_norm", "attn_rel_b", _GGUF_LAYER),
 )
 
 
@@ -115,44 +89,31 @@ def encoder_decoder(config: ModelConfig, names: Names) -> Parameters:
 def _side(config: ModelConfig, side: Side) -> Iterator[tuple[str, tuple[Stored, ...]]]:
     yield "norm.weight", (Stored(f"{side.norm}.weight", (config.hidden_size,)),)
     for layer in range(config.num_layers):
-        prefix, stored = f"layers.{layer}.", side.layer.format(layer)
-        for name, rows, columns, pieces in _matrices(config, side):
-            yield (
-                f"{prefix}{name}.weight",
-                tuple(Stored(f"{stored}{piece}.weight", (rows, columns)) for piece in pieces),
-            )
-        norms = {"attention_norm": side.attention.norm, "mlp_norm": side.feed_forward.norm}
-        if side.cross is not None:
-            norms["cross_norm"] = side.cross.norm
-        for name, piece in norms.items():
-            yield (
-                f"{prefix}{name}.weight",
-                (Stored(f"{stored}{piece}.weight", (config.hidden_size,)),),
-            )
+        at = side.prefix.format(layer)
+        for name, shape in _shapes(config).items():
+            pieces = (f"{at}{piece}.weight" for piece in side.layer[name])
+            yield f"layers.{layer}.{name}.weight", tuple(Stored(each, shape) for each in pieces)
     options = config.encoding.options
-    shape = (options["buckets"], config.num_heads)
+    table = (options["buckets"], config.num_heads)
     for layer in range(config.num_layers if options["per_layer"] else 1):
         name = f"layers.{layer}." if options["per_layer"] else ""
-        stored = f"{side.layer.format(layer)}{side.bias}.weight"
-        yield f"encoding.{name}weight", (Stored(stored, shape),)
+        stored = f"{side.prefix.format(layer)}{side.bias}.weight"
+        yield f"encoding.{name}weight", (Stored(stored, table),)
 
 
-def _matrices(config: ModelConfig, side: Side) -> Iterator[tuple[str, int, int, tuple[str, ...]]]:
-    """Of one layer: parameter, rows and columns of each piece, names of the pieces."""
-    heads, width, intermediate_size = (
-        config.num_heads * config.head_dim,
-        config.hidden_size,
-        config.intermediate_size,
-    )
-    own, cross, mlp = side.attention, side.cross, side.feed_forward
-    yield "attention.qkv", heads, width, (own.q, own.k, own.v)
-    yield "attention.out", width, heads, (own.out,)
-    if cross is not None:
-        yield "cross.q", heads, width, (cross.q,)
-        yield "cross.kv", heads, width, (cross.k, cross.v)
-        yield "cross.out", width, heads, (cross.out,)
-    if config.gated:
-        yield "mlp.gate_up", intermediate_size, width, (mlp.gate, mlp.up)
-    else:
-        yield "mlp.up", intermediate_size, width, (mlp.plain,)
-    yield "mlp.down", width, intermediate_size, (mlp.down,)
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that hold a layer's parameters. Only a decoder has a cross-attention."""
+    width, inside = config.hidden_size, config.intermediate_size
+    heads = config.num_heads * config.head_dim
+    found: dict[str, tuple[int, ...]] = {
+        "attention_norm": (width,),
+        "attention.qkv": (heads, width),
+        "attention.out": (width, heads),
+        "mlp_norm": (width,),
+        "mlp.gate_up" if config.gated else "mlp.up": (inside, width),
+        "mlp.down": (width, inside),
+    }
+    if isinstance(config, EncoderDecoderConfig):
+        matrices = {"cross.q": (heads, width), "cross.kv": (heads, width)}
+        found |= {"cross_norm": (width,), **matrices, "cross.out": (width, heads)}
+    return found
