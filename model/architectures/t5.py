@@ -6,7 +6,7 @@ Flan and ByT5 do none of these.
 
 import dataclasses
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
@@ -181,22 +181,14 @@ class T5(Architecture):
 def _encoder(
     fields: Fields,
     *,
-    vocab_size: int,
-    hidden_size: int,
     num_layers: int,
     num_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    norm_eps: float,
-    trained_context: int,
     buckets: int,
     max_distance: int,
     per_layer: bool,
-    tied_embeddings: bool,
-    activation: Activation,
-    gated: bool,
+    **others: Any,
 ) -> ModelConfig:
-    """What both sides share, as the encoder's config."""
+    """What both sides share, as the encoder's config; `others` are further fields of it."""
     if buckets < 4:
         raise fields.error(f"{buckets} buckets are too few for both directions; it needs 4")
     if max_distance <= buckets // 2:
@@ -206,21 +198,13 @@ def _encoder(
         )
     options = {"buckets": buckets, "max_distance": max_distance, "per_layer": per_layer}
     return ModelConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=head_dim,
-        intermediate_size=intermediate_size,
-        norm_eps=norm_eps,
-        trained_context=trained_context,
         encoding=EncodingSpec("t5", options | {"bidirectional": True}),
         windows=(None,) * num_layers,
-        tied_embeddings=tied_embeddings,
-        activation=activation,
-        gated=gated,
         attention_scale=1.0,
+        **others,
     )
 
 
