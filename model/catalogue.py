@@ -273,20 +273,10 @@ def _support(place: Place, encoding: PositionalEncoding) -> Iterable[Support]:
 
 
 def as_json(entry: EncodingFacts) -> dict[str, object]:
-    """For an HTTP answer or a file: plain lists, strings and numbers."""
-    return {
-        "name": entry.name,
-        "summary": entry.summary,
-        "hooks": list(entry.hooks),
-        "in_python": list(entry.in_python),
-        "options": dict(entry.options),
-        "limit": entry.limit,
-        "beyond_trained": entry.beyond_trained,
-        "bias": entry.bias,
-        "backends": [asdict(support) for support in entry.backends],
+    """For an HTTP answer or a file: what JSON can hold."""
+    return asdict(entry) | {
         "work": [{"keys": keys, **asdict(work)} for keys, work in entry.work.items()],
         "operations": [_ability_as_json(ability) for ability in entry.operations],
-        "unbuilt": entry.unbuilt,
     }
 
 
