@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,39 +38,22 @@ class Curve:
 
 def read(log: Path) -> Curve:
     """Raises FamilyError when a line is not a step of a training."""
-    rows: list[_Row] = []
-    for number, line in enumerate(log.read_text(encoding="utf-8").splitlines(), start=1):
+    rows: list[Point] = []  # seconds as they were
+    held_out: dict[int, float] = {}  # by row
+    for number, line in enumerate(log.read_text(encoding="utf-8").splitlines()):
         try:
-            rows.append(_row(json.loads(line)))
+            row = json.loads(line)
+            rows.append(Point(int(row["tokens"]), float(row["seconds"]), float(row["loss"])))
+            if row.get("held_out_loss") is not None:
+                held_out[number] = float(row["held_out_loss"])
         except (ValueError, KeyError, TypeError) as error:
             raise FamilyError(
-                f"{log}, line {number}, is not a training step; remove the file or train again"
+                f"{log}, line {number + 1}, is not a training step; remove the file or train again"
             ) from error
     times = _not_held_up([row.seconds for row in rows])
-    timed = list(zip(rows, times, strict=True))
-    steps = [Point(row.tokens, at, row.loss) for row, at in timed]
-    held_out = [
-        Point(row.tokens, at, row.held_out) for row, at in timed if row.held_out is not None
-    ]
-    return Curve(len(steps), _thinned(steps), tuple(held_out))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    tokens: int
-    seconds: float  # since the first step began
-    loss: float
-    held_out: float | None
-
-
-def _row(line: dict[str, Any]) -> _Row:
-    held_out = line.get("held_out_loss")
-    return _Row(
-        int(line["tokens"]),
-        float(line["seconds"]),
-        float(line["loss"]),
-        None if held_out is None else float(held_out),
-    )
+    steps = [replace(row, seconds=at) for row, at in zip(rows, times, strict=True)]
+    seen = tuple(replace(steps[number], loss=loss) for number, loss in held_out.items())
+    return Curve(len(steps), _thinned(steps), seen)
 
 
 def _not_held_up(seconds: Sequence[float]) -> list[float]:
