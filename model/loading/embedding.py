@@ -11,13 +11,10 @@ from ropewalk.model.config import USUAL, Embedding, Pooling
 from ropewalk.model.weights.base import (
     MAX_CONFIG,
     CheckpointError,
-    open_regular,
     parse_json,
+    read_all,
     read_json,
-    read_range,
-    refuse_large,
     shown,
-    size_of,
 )
 
 MODULES = "modules.json"
@@ -54,9 +51,7 @@ def embedding_from_gguf(metadata: Mapping[str, object]) -> Embedding:
 
 def _modules(path: Path) -> dict[str, str]:
     """Kind of each module → its folder."""
-    refuse_large(path, MAX_CONFIG)
-    with open_regular(path) as file:
-        data = bytes(read_range(path, 0, size_of(file)))
+    data = read_all(path, MAX_CONFIG)
     modules = parse_json(b'{"modules":' + data + b"}", str(path))["modules"]
     found = {}
     for module in modules if isinstance(modules, list) else [None]:

@@ -101,16 +101,17 @@ def advise_conversion(folder: Path) -> str:
     )
 
 
-def size_of(file: FileIO) -> int:
-    """Bytes of an open file."""
-    return os.fstat(file.fileno()).st_size
+def size_of(path: Path) -> int:
+    """Bytes of a readable regular file. Raises CheckpointError for any other."""
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
 
 
 def read_range(path: Path, offset: int, size: int) -> bytearray:
     """Bytes offset .. offset + size of a file. Raises CheckpointError when it ends before."""
     with open_regular(path) as file:
         # Checked before allocating: the size may come from a false header.
-        if offset + size > size_of(file):
+        if offset + size > os.fstat(file.fileno()).st_size:
             raise CheckpointError(f"{path} ends early; download it again.")
         data = bytearray(size)
         view = memoryview(data)
@@ -132,10 +133,13 @@ def refuse_large(path: Path, limit: int) -> None:
 def read_json(path: Path, limit: int) -> dict[str, object]:
     """A JSON object of at most `limit` bytes. Raises CheckpointError."""
     refuse_mistaken(path)
+    return parse_json(read_all(path, limit), str(path))
+
+
+def read_all(path: Path, limit: int) -> bytes:
+    """A file of at most `limit` bytes. Raises CheckpointError."""
     refuse_large(path, limit)
-    with open_regular(path) as file:
-        size = size_of(file)
-    return parse_json(bytes(read_range(path, 0, size)), str(path))
+    return bytes(read_range(path, 0, size_of(path)))
 
 
 def parse_json(data: bytes, where: str) -> dict[str, object]:

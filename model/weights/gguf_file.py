@@ -19,7 +19,6 @@ from torch import Tensor
 from ropewalk.model.weights.base import (
     GGUF,
     CheckpointError,
-    open_regular,
     read_range,
     shown,
     size_of,
@@ -74,8 +73,7 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         """Read and check the header. Raises CheckpointError."""
         self.path = path
-        with open_regular(path) as file:
-            file_size = size_of(file)
+        file_size = size_of(path)
         cursor = _Cursor(path, read_range(path, 0, min(file_size, MAX_HEADER)))
         tensors, keys = _preamble(cursor)
         self.metadata: Mapping[str, object] = _read_metadata(cursor, keys)

@@ -16,7 +16,6 @@ from ropewalk.model.weights.base import (
     PICKLE_SUFFIXES,
     CheckpointError,
     advise_conversion,
-    open_regular,
     parse_json,
     read_json,
     read_range,
@@ -111,8 +110,7 @@ def _data(entry: Entry, dtype: torch.dtype) -> Tensor:
 def read_header(path: Path) -> dict[str, Entry]:
     """Every tensor of one file. Raises CheckpointError unless the whole header is valid."""
     refuse_mistaken(path)
-    with open_regular(path) as file:
-        file_size = size_of(file)
+    file_size = size_of(path)
     if file_size < 8:
         raise CheckpointError(f"{path} is too short for a safetensors file; download it again.")
     length = int.from_bytes(read_range(path, 0, 8), "little")
