@@ -162,14 +162,16 @@ class Kernels:
         if count > vocab:
             raise ValueError(f"{count} of {vocab} tokens were requested")
         found = torch.empty(rows, 2 + 2 * count, dtype=torch.float64)
-        self._call("scores", logits.dtype, logits, tokens, found, rows, vocab, count)
+        sizes = c_int64(rows), c_int64(vocab), c_int64(count)
+        scores = self._function("scores", logits.dtype)
+        scores(*map(_as_c, (logits, tokens, found)), *sizes)
         return found
 
     def draw(self, row: Tensor, params: SamplingParams, uniform: float) -> int:
         """Like model/sampler.py's `Sampler.draw`, for one float32 row and always exact."""
         row = row.contiguous()
         token: int = self._draw(
-            c_void_p(row.data_ptr()),
+            _as_c(row),
             c_int64(len(row)),
             c_double(params.temperature),
             c_int64(params.top_k),
@@ -200,7 +202,7 @@ class Kernels:
         sums = torch.empty(len(blocks), layers, dtype=torch.int64)
         sizes = (len(blocks), layers, all_blocks, integers * stored.element_size())
         tensors = (stored, blocks, multipliers, sums)
-        self._library.fold_sums(*map(_as_c, tensors), *map(_as_c, sizes))
+        self._library.fold_sums(*map(_as_c, tensors), *map(c_int64, sizes))
         return sums
 
     def attend(self, dtype: torch.dtype, arguments: AttendArguments) -> None:
@@ -219,19 +221,12 @@ class Kernels:
         if not known:
             raise IndexError("a token is not in the vocabulary")
 
-    def _call(self, name: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        self._function(name, dtype)(*map(_as_c, arguments))
-
     def _function(self, name: str, dtype: torch.dtype) -> "ctypes._NamedFuncPointer":
         return getattr(self._library, f"{name}_{SUFFIXES[dtype]}")  # type: ignore[no-any-return]
 
 
-def _as_c(argument: Tensor | int | float | None) -> c_void_p | c_int64 | c_float | None:
-    if isinstance(argument, Tensor):
-        return c_void_p(argument.data_ptr())
-    if isinstance(argument, float):
-        return c_float(argument)
-    return None if argument is None else c_int64(argument)
+def _as_c(tensor: Tensor) -> c_void_p:
+    return c_void_p(tensor.data_ptr())
 
 
 def load(folder: Path) -> Kernels:
