@@ -5,7 +5,7 @@ SentencePiece, rebuilt as a model file for the sentencepiece library. Takes meta
 Python values and opens no file.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
@@ -61,9 +61,8 @@ def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     tokens, types = fields.tokens, fields.types()
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
-        model = models.BPE(
-            vocab=vocabulary, merges=_merges(fields.texts("merges")), ignore_merges=name in _LLAMA3
-        )
+        merges = [line.partition(" ")[::2] for line in fields.texts("merges")]
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in _LLAMA3)
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(
             f"The GGUF file's merges do not fit its tokens ({error}): fetch the file again."
@@ -78,14 +77,6 @@ def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     return HfTokenizer(
         tokenizer, bos=fields.bos(), eos=fields.eos(), add_bos=add_bos, ends=fields.ends()
     )
-
-
-def _merges(lines: Iterable[str]) -> list[tuple[str, str]]:
-    pairs = []
-    for line in lines:
-        left, _, right = line.partition(" ")
-        pairs.append((left, right))
-    return pairs
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
@@ -123,9 +114,10 @@ def _of_type(wanted: PieceType, tokens: Sequence[str], types: Sequence[PieceType
 
 def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -> SpmTokenizer:
     tokens, types = fields.tokens, fields.types()
+    # Converters write spaces in user-defined tokens as spaces, SentencePiece as its own mark.
     pieces = [
-        Piece(_escaped(text) if kind_of is PieceType.USER_DEFINED else text, score, kind_of)
-        for text, score, kind_of in zip(tokens, fields.scores(), types, strict=True)
+        Piece(text.replace(" ", "▁") if of is PieceType.USER_DEFINED else text, score, of)
+        for text, score, of in zip(tokens, fields.scores(), types, strict=True)
     ]
     settings = Settings(
         add_dummy_prefix=fields.flag("add_space_prefix", True),
@@ -147,8 +139,3 @@ def _sentencepiece(fields: TokenizerFields, kind: ModelType, *, add_bos: bool) -
         ends=fields.ends(),
         added=markers,
     )
-
-
-def _escaped(text: str) -> str:
-    """Converters write spaces in user-defined tokens as spaces, SentencePiece as its own mark."""
-    return text.replace(" ", "▁")
