@@ -211,12 +211,11 @@ class Keeper:
             else:
                 self._drop(kept)
 
-    def withdraw(self, block: int) -> int:
-        """No sequence may find the block's content, except one that waits for it.
-
-        Returns how many cached prefixes are gone, with those that continue this one.
-        """
-        return self._unpublish(self._index.drop(block))
+    def withdraw(self, block: int) -> None:
+        """No sequence may find the block's content, except one that waits for it."""
+        entry = self._index.entry(block)
+        if entry is not None:
+            self._unpublish(self._index.withdraw(entry))
 
     def condemn(self, block: int) -> None:
         """The block no longer holds what it did."""
@@ -262,7 +261,7 @@ class Keeper:
                 self._lose(kept, retire=True)
                 continue
             self.arrived.add(block)
-            if isinstance(kept, Entry) and self._index.current(kept):
+            if self._index.current(kept):
                 self._index.enter(kept, block)
             else:
                 kept.block, self._own[block] = block, kept
@@ -306,7 +305,7 @@ class Keeper:
         """Its content is gone; returns how many cached prefixes are."""
         gone = 0
         self._slots.release(kept, retire=retire)
-        if isinstance(kept, Entry) and self._index.current(kept):
+        if self._index.current(kept):
             gone = self._unpublish(self._index.withdraw(kept))
         self._drop(kept)
         return gone
@@ -315,7 +314,7 @@ class Keeper:
         """It is in the second place only."""
         self._no_longer_cached(kept.block)
         self._own.pop(kept.block, None)
-        if isinstance(kept, Entry) and self._index.current(kept):
+        if self._index.current(kept):
             self._index.leave(kept)
         kept.block = 0
 

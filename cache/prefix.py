@@ -8,7 +8,8 @@ import hashlib
 import secrets
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from itertools import takewhile
+from typing import Protocol, TypeGuard
 
 from ropewalk.cache.types import InvariantError
 
@@ -50,12 +51,7 @@ class Entry(Kept):
 
 def sound(contents: Iterable[Kept]) -> list[Kept]:
     """Those before the first that is lost."""
-    found = []
-    for kept in contents:
-        if kept.lost:
-            break
-        found.append(kept)
-    return found
+    return list(takewhile(lambda kept: not kept.lost, contents))
 
 
 def keyed_digest(key: bytes) -> Digest:
@@ -111,7 +107,7 @@ class PrefixIndex:
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._by_digest.values())
 
-    def current(self, entry: Kept) -> bool:
+    def current(self, entry: Kept) -> TypeGuard[Entry]:
         """Whether `entry` is still published."""
         return isinstance(entry, Entry) and self._by_digest.get(entry.digest) is entry
 
@@ -161,16 +157,11 @@ class PrefixIndex:
             self._observer.stored(entry)
         return entry
 
-    def drop(self, block: int) -> list[Entry]:
-        """Withdraw `block` and all that continue it, which nobody can reach without it.
-
-        Returns the entries withdrawn, none if `block` was not published.
-        """
-        entry = self._by_block.get(block)
-        return [] if entry is None else self.withdraw(entry)
-
     def withdraw(self, entry: Entry) -> list[Entry]:
-        """Withdraw a published entry and all that continue it, and return them."""
+        """Withdraw a published entry and all that continue it, which nobody can reach without it.
+
+        Returns them.
+        """
         if entry.parent is not None:
             entry.parent.children.discard(entry)
         doomed = [entry]
