@@ -30,15 +30,12 @@ class State:
     facts: Mapping[str, object]
 
 
+_ABOUT = ("step", "steps", "level", "seconds", "facts")  # all but the tensors
+
+
 def save(state: State, path: Path) -> None:
     """Atomically replaces an earlier state. Raises OSError."""
-    about = {
-        "step": state.step,
-        "steps": state.steps,
-        "level": state.level,
-        "seconds": state.seconds,
-        "facts": state.facts,
-    }
+    about = {name: getattr(state, name) for name in _ABOUT}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
     with replacing(path) as partial:
         save_file(tensors, partial, metadata={_KEY: json.dumps(about)})
@@ -52,13 +49,6 @@ def load(path: Path) -> State | None:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - cannot be iterated itself
-        return State(
-            step=about["step"],
-            steps=about["steps"],
-            level=about["level"],
-            seconds=about["seconds"],
-            tensors=tensors,
-            facts=about["facts"],
-        )
+        return State(tensors=tensors, **{name: about[name] for name in _ABOUT})
     except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise FamilyError(f"{path} is damaged ({error}); delete it to start over") from error
