@@ -19,6 +19,7 @@ from ropewalk.model.encodings.base import create, find
 from ropewalk.model.family.texts.tokenizer import PIECES
 from ropewalk.model.family.training.dense import DenseAttention
 from ropewalk.model.layers.executor import TorchExecutor
+from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.model.recipes import allocate, program
 
 ENCODINGS = ("rope", "t5", "alibi", "learned", "sinusoidal", "nope")
@@ -86,20 +87,10 @@ def model_name(encoding: str) -> str:
 
 def shape(encoding: str) -> ModelConfig:
     """4.3 M parameters besides the encoding's own. Raises EncodingError."""
-    layers = 4
-    config = ModelConfig(
+    config = replace(
+        SHAPES["small"],
         vocab_size=PIECES,
-        hidden_size=256,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=64,
-        intermediate_size=704,
-        norm_eps=1e-5,
         trained_context=CONTEXT,
-        encoding=EncodingSpec(encoding, {}),
-        windows=(None,) * layers,
-        tied_embeddings=True,
         embed_scale=EMBED_SCALE,
     )
     options = find(encoding).usual_options(config) | OPTIONS.get(encoding, {})

@@ -4,13 +4,13 @@ Knows no pictures and no commands.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 
-from ropewalk.model.catalogue import example, hooks, summary
-from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.catalogue import SHAPE, example, hooks, summary
+from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
@@ -55,18 +55,15 @@ class Subject:
 
 
 def shape(*, heads: int, head_dim: int, context: int) -> ModelConfig:
-    """A decoder of that shape; fields that encodings do not use are placeholders."""
-    return ModelConfig(
-        vocab_size=1,
+    """A decoder of that shape; fields that encodings do not use are as in SHAPE."""
+    return replace(
+        SHAPE,
         hidden_size=heads * head_dim,
         num_layers=1,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=head_dim,
-        intermediate_size=1,
-        norm_eps=1e-5,
         trained_context=context,
-        encoding=EncodingSpec("nope", {}),
         windows=(None,),
     )
 
