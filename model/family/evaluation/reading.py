@@ -35,23 +35,18 @@ class Reader:
     def __init__(self, decoder: Decoder, capacity: int) -> None:
         blocks = -(-capacity // BLOCK_SIZE)
         self._decoder = decoder
-        self._kv = new_cache(decoder, blocks)
+        self._kv = KVCache(
+            decoder.config,
+            blocks=blocks,
+            block_size=BLOCK_SIZE,
+            dtype=decoder.dtype,
+            device=decoder.device,
+        )
         self._table = in_order(blocks, BLOCK_SIZE)
 
     def read(self, tokens: Sequence[int], *, wanted: int, start: int = 0) -> Tensor:
         """As in `Reads`."""
         return forward(self._decoder, self._kv, self._table, tokens, wanted=wanted, start=start)
-
-
-def new_cache(decoder: Decoder, blocks: int) -> KVCache:
-    """A cache in the decoder's dtype, on its device."""
-    return KVCache(
-        decoder.config,
-        blocks=blocks,
-        block_size=BLOCK_SIZE,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
 
 
 def forward(

@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.cache.ledger import Ledger
-from ropewalk.cache.manager import CacheManager
-from ropewalk.cache.operations import Operations
-from ropewalk.cache.types import BLOCK_SIZE, Audit, Evict, Move, Op, Unsupported
+from ropewalk.cache.types import BLOCK_SIZE, Evict, Move, Op, Unsupported
 from ropewalk.model.decoder import Decoder
-from ropewalk.model.family.evaluation.reading import forward, new_cache
+from ropewalk.model.dry_run import Trial
+from ropewalk.model.family.evaluation.reading import forward
 from ropewalk.model.family.evaluation.texts import Texts
 from ropewalk.report.statistics import Estimate, by_document
 
@@ -94,13 +92,16 @@ class _Stored:
     """Sequences of one decoder in a separate cache for `capacity` tokens."""
 
     def __init__(self, decoder: Decoder, capacity: int) -> None:
-        blocks = capacity // BLOCK_SIZE + 3  # one reserved, one filled while all are held
         self._decoder = decoder
-        self._kv = new_cache(decoder, blocks)
-        self._manager = CacheManager(blocks, BLOCK_SIZE, prefix_sharing=False)
-        rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.num_layers)]
-        ledger = Ledger(self._kv, Audit.OFF)
-        self.operations = Operations(self._manager, self._kv, rules, ledger)
+        self._cache = Trial(
+            decoder.config,
+            {},
+            block_size=BLOCK_SIZE,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            spare=capacity // BLOCK_SIZE + 1,  # one is filled while all are held
+        )
+        self.operations = self._cache.operations(decoder.encoding)
         self.tokens: dict[str, list[int]] = {}
 
     def feed(self, sequence: str, tokens: Sequence[int]) -> Tensor:
@@ -108,10 +109,11 @@ class _Stored:
         known = self.tokens.setdefault(sequence, [])
         start = len(known)
         known += tokens
-        self._manager.reserve(sequence, known, len(known))
-        table = self._manager.table(sequence)
-        found = forward(self._decoder, self._kv, table, known, wanted=len(tokens), start=start)
-        self._manager.commit(sequence, known, len(known))
+        kv, manager = self._cache.kv, self._cache.manager
+        manager.reserve(sequence, known, len(known))
+        table = manager.table(sequence)
+        found = forward(self._decoder, kv, table, known, wanted=len(tokens), start=start)
+        manager.commit(sequence, known, len(known))
         return found
 
     def evict(self, sequence: str, blocks: int) -> None:
