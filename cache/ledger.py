@@ -336,10 +336,7 @@ def _places(changed: Tensor) -> tuple[Place, ...]:
 
 
 def _fault(
-    block: int,
-    places: tuple[Place, ...],
-    events: Sequence[BlockEvent],
-    sequences: tuple[str, ...],
+    block: int, places: tuple[Place, ...], events: Sequence[BlockEvent], sequences: tuple[str, ...]
 ) -> Fault:
     concerned = tuple(dict.fromkeys((*sequences, *(event.seq for event in events))))
     base = next((event.base for event in events if event.base is not None), None)

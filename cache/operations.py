@@ -30,12 +30,7 @@ from ropewalk.cache.types import (
 )
 
 REWRITES = (Capability.REWRITE, Capability.APPROXIMATE)
-HARDEST_FIRST = (
-    Capability.IMPOSSIBLE,
-    Capability.APPROXIMATE,
-    Capability.REWRITE,
-    Capability.FREE,
-)
+HARDEST_FIRST = (Capability.IMPOSSIBLE, Capability.APPROXIMATE, Capability.REWRITE, Capability.FREE)
 _Item = TypeVar("_Item")
 
 BLOCKS_AT_ONCE = 64  # bounds the extra memory that a long shift needs

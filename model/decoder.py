@@ -11,12 +11,7 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import (
-    MaterialisedBias,
-    PairBias,
-    PositionalEncoding,
-    rotates,
-)
+from ropewalk.model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding, rotates
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.watch import Watch
 

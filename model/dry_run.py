@@ -79,12 +79,7 @@ class TimedTrial:
         self._size = block_size
         self._device = device
         self._trial = Trial(
-            shape,
-            {},
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-            spare=2 * MEASURED + 3,
+            shape, {}, block_size=block_size, dtype=dtype, device=device, spare=2 * MEASURED + 3
         )
         for part in self._trial.kv.whole:
             part.zero_()  # touches the memory, as a running server has

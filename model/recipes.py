@@ -275,9 +275,7 @@ def allocate(
 
 
 def _ops(
-    config: ModelConfig,
-    encoding: PositionalEncoding,
-    encoder_encoding: PositionalEncoding | None,
+    config: ModelConfig, encoding: PositionalEncoding, encoder_encoding: PositionalEncoding | None
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Of a pass, and of new prompts."""
     if not isinstance(config, EncoderDecoderConfig):

@@ -124,12 +124,7 @@ class GatedDecoder(Architecture):
             raise fields.error("attention.value_length differs from attention.key_length")
         context = fields.integer(own + "context_length", Most.CONTEXT)
         encoding = rotation_gguf.rope_from_gguf(
-            fields,
-            own,
-            weights,
-            head_dim,
-            context,
-            layers=self.rotated_layers_in_gguf(layers),
+            fields, own, weights, head_dim, context, layers=self.rotated_layers_in_gguf(layers)
         )
         if self.gguf_pairs:  # the layout's name, where a file gives it
             layout = fields.text(own + "tensor_data_layout")

@@ -97,9 +97,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, LoopControlExtension],
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
         )
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception

@@ -29,26 +29,9 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.explain.rotating import find_pair_rotation
-from ropewalk.model.layers.executor import (
-    Pass,
-    TorchExecutor,
-    in_heads,
-    linear,
-    rotated,
-    spec_of,
-)
+from ropewalk.model.layers.executor import Pass, TorchExecutor, in_heads, linear, rotated, spec_of
 from ropewalk.model.loading.checkpoints import InUse, load_encoding, read_parameter
-from ropewalk.model.program import (
-    Attend,
-    Clip,
-    Linear,
-    Norm,
-    Op,
-    Place,
-    Program,
-    Rotate,
-    Scale,
-)
+from ropewalk.model.program import Attend, Clip, Linear, Norm, Op, Place, Program, Rotate, Scale
 from ropewalk.model.weights.quantize import Weight, round_matrices
 
 CPU = torch.device("cpu")
@@ -168,12 +151,7 @@ class Looked:
     """A pass over `tokens` up to a layer's attention, and what that finds."""
 
     def __init__(
-        self,
-        program: Program,
-        ops: Sequence[Op],
-        layer: int,
-        tokens: Sequence[int],
-        served: InUse,
+        self, program: Program, ops: Sequence[Op], layer: int, tokens: Sequence[int], served: InUse
     ) -> None:
         attends = [i for i, op in enumerate(ops) if isinstance(op, Attend) and not op.crosses]
         at = attends[layer]

@@ -16,13 +16,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
-from ropewalk.model.weights.base import (
-    GGUF,
-    CheckpointError,
-    read_range,
-    shown,
-    size_of,
-)
+from ropewalk.model.weights.base import GGUF, CheckpointError, read_range, shown, size_of
 
 MAX_HEADER = 64 << 20  # bytes; a vocabulary of 256,000 takes about 15 MB
 MAX_ENTRIES = 10_000  # metadata keys, and tensors

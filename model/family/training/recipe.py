@@ -88,10 +88,7 @@ def model_name(encoding: str) -> str:
 def shape(encoding: str) -> ModelConfig:
     """4.3 M parameters besides the encoding's own. Raises EncodingError."""
     config = replace(
-        SHAPES["small"],
-        vocab_size=PIECES,
-        trained_context=CONTEXT,
-        embed_scale=EMBED_SCALE,
+        SHAPES["small"], vocab_size=PIECES, trained_context=CONTEXT, embed_scale=EMBED_SCALE
     )
     options = find(encoding).usual_options(config) | OPTIONS.get(encoding, {})
     return replace(config, encoding=EncodingSpec(encoding, options))

@@ -5,11 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure, SubFigure
 
 from ropewalk.model.encodings.base import KeyBias, LinearBias
-from ropewalk.model.inspect.explain import (
-    bias_pictures,
-    rotation_pictures,
-    vector_pictures,
-)
+from ropewalk.model.inspect.explain import bias_pictures, rotation_pictures, vector_pictures
 from ropewalk.model.inspect.explain.codes import (
     NEAREST,
     Series,

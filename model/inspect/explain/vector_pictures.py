@@ -88,10 +88,7 @@ def scores(subject: Subject) -> Picture | Omitted | None:
         )
     table = added(subject, min(subject.context, LONGEST)).double()
     return Picture(
-        "score",
-        SCORES,
-        _about_scores(table),
-        lambda figure: _draw_scores(figure, table),
+        "score", SCORES, _about_scores(table), lambda figure: _draw_scores(figure, table)
     )
 
 

@@ -18,15 +18,8 @@ from torch import Tensor
 from ropewalk.cache.kv import Int8LayerKV, KVCache
 from ropewalk.model.attention.base import AttentionBackend, step_bias
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import (
-    PositionalEncoding,
-)
-from ropewalk.model.kernels.cpu.bindings import (
-    SUFFIXES,
-    AttendArguments,
-    Kernels,
-    StepArguments,
-)
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.kernels.cpu.bindings import SUFFIXES, AttendArguments, Kernels, StepArguments
 from ropewalk.model.kernels.cpu.lowering import (
     KNOWN,
     Lowered,
@@ -37,13 +30,7 @@ from ropewalk.model.kernels.cpu.lowering import (
     without_head,
 )
 from ropewalk.model.layers.executor import Pass, attended, embedded, in_heads, rotated
-from ropewalk.model.program import (
-    Attend,
-    Place,
-    Program,
-    Rotate,
-    part_of,
-)
+from ropewalk.model.program import Attend, Place, Program, Rotate, part_of
 from ropewalk.model.watch import Watch
 from ropewalk.model.weights.quantize import Int4, Int8
 

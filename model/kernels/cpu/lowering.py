@@ -194,10 +194,7 @@ class Lowered:
 
 
 def lower(
-    program: Program,
-    ops: Sequence[Op],
-    kernels: Kernels,
-    backend: AttentionBackend | None = None,
+    program: Program, ops: Sequence[Op], kernels: Kernels, backend: AttentionBackend | None = None
 ) -> Lowered:
     """Fuse what can be fused, give every value a place, and pack the weights.
 

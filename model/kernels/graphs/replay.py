@@ -63,10 +63,7 @@ class Bucket:
         )
         if encoded:
             seen = replace(
-                self.batch,
-                context_lens=lengths[1],
-                block_tables=tables[2],
-                block_bases=tables[3],
+                self.batch, context_lens=lengths[1], block_tables=tables[2], block_bases=tables[3]
             )
             self.batch = replace(self.batch, cross=Cross(None, seen))
 
@@ -106,10 +103,7 @@ class Bucket:
     def _parts(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Views: integers [.., requests], and tables [.., requests, columns]."""
         rows, tables = memory.tensor_split([self._integers * self.requests])
-        return (
-            rows.view(self._integers, -1),
-            tables.view(self._tables, self.requests, -1),
-        )
+        return (rows.view(self._integers, -1), tables.view(self._tables, self.requests, -1))
 
 
 def _contexts(batch: ForwardBatch) -> tuple[ForwardBatch, ...]:

@@ -10,12 +10,7 @@ from pathlib import Path
 from ropewalk.model.family.evaluation.curves import HELD_UP, STEPS
 from ropewalk.model.family.evaluation.losses import difference
 from ropewalk.model.family.evaluation.report import tables
-from ropewalk.model.family.evaluation.report.findings import (
-    HOLDS,
-    about_length,
-    differing,
-    shipped,
-)
+from ropewalk.model.family.evaluation.report.findings import HOLDS, about_length, differing, shipped
 from ropewalk.model.family.evaluation.report.pictures import pictures
 from ropewalk.model.family.evaluation.report.words import MISSING, interval, share, signed, table
 from ropewalk.model.family.evaluation.results import Evaluation, Measured

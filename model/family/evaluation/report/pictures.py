@@ -14,15 +14,7 @@ from ropewalk.model.family.evaluation.recalled import Recalls
 from ropewalk.model.family.evaluation.report.findings import shipped
 from ropewalk.model.family.evaluation.results import Measured
 from ropewalk.model.family.texts.recall import KINDS
-from ropewalk.report.figure import (
-    GREY,
-    INK,
-    Picture,
-    axes_row,
-    count_axis,
-    label_ends,
-    looks,
-)
+from ropewalk.report.figure import GREY, INK, Picture, axes_row, count_axis, label_ends, looks
 from ropewalk.report.statistics import Estimate
 
 NAMES = ("rope", "t5", "alibi", "learned", "sinusoidal")  # whose looks are the same everywhere
