@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.cache.types import BLOCK_SIZE
+from ropewalk.model.catalogue import hooks, summary
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.inspect.explain.page import to_html, to_png
 from ropewalk.model.inspect.explain.pictures import pictures
@@ -73,25 +74,26 @@ def run(
     count = sum(isinstance(part, Picture) for part in parts)
     render = to_png if path.suffix == ".png" else to_html
     with bar_if_long(f"drawing {path}", count, "picture") as bar:
-        made = render(subject.title, subject.summary, facts(subject), parts, bar.update)
+        about = summary(type(subject.whole))
+        made = render(subject.title, about, facts(subject), parts, bar.update)
     write_file(path, made)
     return path
 
 
 def facts(subject: Subject) -> dict[str, str]:
     """Label and text of each fact above the pictures."""
-    config = subject.config
-    work = subject.whole.work(config, subject.context, BLOCK_SIZE)
+    config, whole = subject.config, subject.whole
+    work = whole.work(config, subject.context, BLOCK_SIZE)
     layers = "1 layer" if config.num_layers == 1 else f"{config.num_layers} layers"
     told = {
-        "touches": ", ".join(subject.hooks) or "nothing",
+        "touches": ", ".join(hooks(type(whole))) or "nothing",
         "options": ", ".join(f"{k} {_shown(v)}" for k, v in subject.options.items()) or "none",
         "shown for": f"{config.num_heads} heads of {config.head_dim}, layer {subject.layer}, "
         f"a context of {subject.context:,}",
         "work per token": f"{work.flops:,} FLOPs and {work.bytes:,} bytes read or written, for "
         f"one new token that attends to {subject.context:,} keys, in {layers}",
-        "hard limit": subject.limit,
-        "past training": subject.beyond_trained,
+        "hard limit": whole.LIMIT,
+        "past training": whole.BEYOND_TRAINED,
     }
     if subject.weights == "drawn":
         told["weights"] = "random; use --model for those of a checkpoint"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ropewalk.model.catalogue import SHAPE, example, hooks, summary
+from ropewalk.model.catalogue import SHAPE, example
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     EncodingError,
@@ -31,17 +31,16 @@ class Subject:
     """`encoding` is what layer `layer` uses; `whole` is what the embeddings go through."""
 
     title: str
-    summary: str
-    hooks: tuple[str, ...]
-    limit: str
-    beyond_trained: str
-    options: Mapping[str, Any]
+    whole: PositionalEncoding
     config: ModelConfig
+    options: Mapping[str, Any]
     context: int
     layer: int
-    whole: PositionalEncoding
-    encoding: PositionalEncoding
     weights: Weights
+
+    @property
+    def encoding(self) -> PositionalEncoding:
+        return self.whole.for_layer(self.layer)
 
     @property
     def rotates(self) -> bool:
@@ -77,7 +76,7 @@ def from_name(name: str, config: ModelConfig, options: Mapping[str, Any]) -> Sub
     whole = example(kind, config, config.trained_context, options)
     check_hooks(whole, config, config.trained_context, torch.device("cpu"))
     drawn = any(True for _ in whole.parameters())
-    return _subject(
+    return Subject(
         name,
         whole,
         config,
@@ -100,7 +99,7 @@ def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> 
     load_encoding(checkpoint, whole)
     check_hooks(whole, config, served, torch.device("cpu"))
     trained = any(True for _ in whole.parameters())
-    return _subject(
+    return Subject(
         f"{config.encoding.name} in {checkpoint.path.name}",
         whole,
         config,
@@ -108,31 +107,4 @@ def from_checkpoint(checkpoint: Checkpoint, context: int | None, layer: int) -> 
         context=min(served, whole.max_positions or served),
         layer=layer,
         weights="trained" if trained else "none",
-    )
-
-
-def _subject(
-    title: str,
-    whole: PositionalEncoding,
-    config: ModelConfig,
-    options: Mapping[str, Any],
-    *,
-    context: int,
-    layer: int,
-    weights: Weights,
-) -> Subject:
-    kind = type(whole)
-    return Subject(
-        title=title,
-        summary=summary(kind),
-        hooks=hooks(kind),
-        limit=kind.LIMIT,
-        beyond_trained=kind.BEYOND_TRAINED,
-        options=options,
-        config=config,
-        context=context,
-        layer=layer,
-        whole=whole,
-        encoding=whole.for_layer(layer),
-        weights=weights,
     )
