@@ -24,11 +24,7 @@ class Executor(Protocol):
     name: str
     recordable: bool  # whether CUDA graphs can hold its passes
     rounds_inputs: bool  # whether linear layers round what they are given to 8 bits
-
-    @property
-    def rotates_apart(self) -> bool:
-        """Whether the time to rotate queries and keys is told from others'."""
-        ...
+    rotates_apart: bool  # whether the time to rotate queries and keys is told from others'
 
     def __call__(self, batch: ForwardBatch, kv: KVCache, watch: Watch | None = None) -> Tensor:
         """As Decoder's."""

@@ -80,6 +80,7 @@ class TorchExecutor:
     name = "torch"
     recordable = False
     rounds_inputs = False
+    rotates_apart = True
 
     def __init__(self, program: Program, backend: AttentionBackend) -> None:
         self.program = program
@@ -92,10 +93,6 @@ class TorchExecutor:
         hidden = program.head.reads
         self._logits = "logits", self._compiled(after, ["logits"])
         self._hidden = hidden, self._compiled(after[:-1], [hidden])
-
-    @property
-    def rotates_apart(self) -> bool:
-        return True
 
     def fixed_tensors(self) -> dict[str, Tensor]:
         """Weights as they are read, besides those of encodings."""

@@ -86,10 +86,7 @@ class TritonExecutor(TorchExecutor):
         self._stores: list[TritonStore] = []
         self.few_rows = few_rows
         super().__init__(program, TritonAttention)
-
-    @property
-    def rotates_apart(self) -> bool:
-        return not any(store.rotates for store in self._stores)
+        self.rotates_apart = all(store.rope is None for store in self._stores)
 
     def fixed_tensors(self) -> dict[str, Tensor]:
         found = super().fixed_tensors()

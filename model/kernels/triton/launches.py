@@ -43,10 +43,6 @@ class TritonStore:
         # Imported by name, and only here: machines without a GPU have no Triton.
         self.kernels = import_module("ropewalk.model.kernels.triton.store_kernels")
 
-    @property
-    def rotates(self) -> bool:
-        return self.rope is not None
-
     def fixed_tensors(self) -> dict[str, Tensor]:
         """The tables, which may be copies of the encoding's."""
         if self.rope is None:
