@@ -29,7 +29,7 @@ class BlockPool:
         # Ordered, because taking the first key of a plain dict walks over every removed one.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._retired: set[int] = set()
-        self._untouched = num_blocks - 1
+        self.num_untouched = num_blocks - 1  # never handed out; they are first
 
     @property
     def num_usable(self) -> int:
@@ -38,11 +38,6 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
-
-    @property
-    def num_untouched(self) -> int:
-        """Blocks that were never handed out; they are first."""
-        return self._untouched
 
     def refs(self, block: int) -> int:
         """How many holders `block` has."""
@@ -65,7 +60,7 @@ class BlockPool:
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in taken:
             self._refs[block] = 1
-        self._untouched = max(0, self._untouched - count)
+        self.num_untouched = max(0, self.num_untouched - count)
         return taken
 
     def refresh(self, blocks: Iterable[int]) -> None:

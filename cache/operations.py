@@ -113,10 +113,8 @@ class Operations:
             return []
         size = self._kv.block_size
         if isinstance(operation, Evict):
-            table, computed = (
-                self._manager.table(operation.seq),
-                self._manager.computed(operation.seq),
-            )
+            table = self._manager.table(operation.seq)
+            computed = self._manager.computed(operation.seq)
             first, delta = operation.first + operation.count, -operation.count * size
             return [
                 _Moving(table.blocks[index], delta, min(size, computed - index * size))

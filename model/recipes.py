@@ -64,11 +64,11 @@ class Layer:
         yield self._attend(self.encoding, crosses=False)
         yield Linear("y", "d", f"{at}out", of_queries, (config.hidden_size,), config.out_bias)
 
-    def cross(self, x: str = "n") -> Iterator[Op]:
-        """x → d, over the encoded prompt; without positions."""
+    def cross(self) -> Iterator[Op]:
+        """n → d, over the encoded prompt; without positions."""
         config, at = self.config, f"{self.at}cross."
         inside = config.num_heads * config.head_dim
-        yield Linear(x, "q", f"{at}q", config.hidden_size, (inside,), config.qkv_bias)
+        yield Linear("n", "q", f"{at}q", config.hidden_size, (inside,), config.qkv_bias)
         yield self._attend(None, crosses=True)
         yield Linear("y", "d", f"{at}out", inside, (config.hidden_size,), config.out_bias)
 

@@ -132,13 +132,12 @@ class SdpaAttention:
         """[R, max_query]: each request's rows, padded with its first one."""
         starts = batch.query_starts
         column = torch.arange(batch.max_query, device=starts.device)
-        valid = column < (starts[1:] - starts[:-1])[:, None]
+        valid = column < starts.diff()[:, None]
         return torch.where(valid, starts[:-1, None] + column, starts[:-1, None])
 
     @staticmethod
     def _query_index(batch: ForwardBatch) -> Tensor:
         """Index of each padded query among its request's keys, [R, max_query]."""
-        counts = batch.query_starts[1:] - batch.query_starts[:-1]
-        first = batch.context_lens - counts
+        first = batch.context_lens - batch.query_starts.diff()
         column = torch.arange(batch.max_query, device=first.device)
         return first[:, None] + column

@@ -69,7 +69,6 @@ class T5(PositionalEncoding):
         "materialised (as a dense tensor built in each step); default window, or table when "
         "bidirectional",
     }
-    LIMIT = "none"
     BEYOND_TRAINED = (
         "computes as before: all distances past the last bucket's start share one bias, "
         "so far keys are told apart by content alone"

@@ -131,9 +131,8 @@ def program_of(served: InUse) -> Program:
 
 def layers_of(config: ModelConfig) -> int:
     """Those whose scores can be explained: of an encoder-decoder, the encoder's."""
-    return (
-        config.encoder.num_layers if isinstance(config, EncoderDecoderConfig) else config.num_layers
-    )
+    seen = config.encoder if isinstance(config, EncoderDecoderConfig) else config
+    return seen.num_layers
 
 
 @torch.inference_mode()

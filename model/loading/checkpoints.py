@@ -88,9 +88,8 @@ class InUse:
     kv_dtype: torch.dtype
     bits: Literal[8, 4] | None  # of rounded weights
     block_size: int
-    files: frozenset[tuple[str, int, int]] = (
-        frozenset()
-    )  # as `files_of` had them when it was loaded
+    # As `files_of` had them when it was loaded.
+    files: frozenset[tuple[str, int, int]] = frozenset()
 
 
 def files_of(path: Path) -> frozenset[tuple[str, int, int]]:

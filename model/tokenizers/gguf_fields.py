@@ -178,12 +178,10 @@ class TokenizerFields:
         return value
 
     def _id(self, key: str) -> int | None:
-        value = self._metadata.get(_PREFIX + key)
-        if value is None:
-            return None
-        if not isinstance(value, int) or not 0 <= value < len(self.tokens):
+        found = self._valid_id(key)
+        if found is None and self._metadata.get(_PREFIX + key) is not None:
             raise self._wrong(key, "the id of a token")
-        return value
+        return found
 
     def _same_length(self, key: str, values: Sequence[object]) -> None:
         if len(values) != len(self.tokens):

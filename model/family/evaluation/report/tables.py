@@ -22,10 +22,7 @@ def losses(members: Sequence[Measured]) -> str:
     bins = _bins(known, beyond=False)
     if not bins:
         return MISSING
-    rows = []
-    for one in known:
-        cells = [_loss(one, edges) for edges in bins]
-        rows.append([one.label, *cells])
+    rows = [[one.label, *(_loss(one, edges) for edges in bins)] for one in known]
     return table(["position", *(f"{start:,} to {stop:,}" for start, stop in bins)], rows)
 
 
