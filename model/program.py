@@ -1,15 +1,10 @@
 """A pass as data: what is computed, in order, with which weights. How, is an executor's matter.
 
-Decision after a spike on Llama, GPT-NeoX and T5: recipes replace the tree of modules.
-1. A block is a list of ops over named values. Four classes of blocks, their constructors of seven
-   arguments and the encoder-decoder's copies of them become one page of lists (model/recipes.py).
-2. The same list is what C++ walks in one call, so the fast path follows any order of known parts;
-   compiling modules into it would have kept both descriptions, and a check that they agree.
-3. Weights are a mapping from a parameter's name to a tensor or its rounded form. Names and shapes
-   follow from the ops, so loading, saving and quantising need no modules either.
-4. Encodings stay modules: they own parameters, and users write them. They alone are frozen after
-   loading; a program is built then, with each layer's encoding in its ops, and never changes.
-5. An executor is made from a program, says what it cannot do, and holds what it packs.
+A block is a list of ops over named values (model/recipes.py), and C++ walks the same list in one
+call, so the fast path follows any order of known parts. Names and shapes of weights follow from the
+ops, so loading, saving and quantising need no modules. Encodings are modules: they own parameters,
+and users write them. They are frozen after loading; a program is built then, with each layer's
+encoding in its ops, and never changes.
 
 Knows no arithmetic, requests or files.
 """
