@@ -91,14 +91,14 @@ def _description(config: ModelConfig, stop_ids: Collection[int], folder: Path) -
 
 def _to_store(state: Mapping[str, Tensor], config: ModelConfig, folder: Path) -> dict[str, Tensor]:
     """Every parameter once; other names in the state must be duplicates of parameters."""
-    again = {"head.weight": "embed.weight"} if config.tied_embeddings else {}
-    for copy, original in again.items():
-        if copy in state and original in state and not torch.equal(state[copy], state[original]):
-            raise CheckpointError(f"{folder}: {copy} should be tied to {original}, but differs.")
+    copy, original = "head.weight", "embed.weight"
+    tied = config.tied_embeddings and {copy, original} <= state.keys()
+    if tied and not torch.equal(state[copy], state[original]):
+        raise CheckpointError(f"{folder}: {copy} should be tied to {original}, but differs.")
     tensors: dict[str, Tensor] = {}
     stored = set()
     for name, tensor in state.items():
-        if name in again and again[name] in state:
+        if tied and name == copy:
             continue
         if tensor.dtype not in WEIGHT_DTYPES.values():
             raise CheckpointError(f"{folder}: {shown(name)} cannot be stored as {tensor.dtype}.")
