@@ -164,22 +164,20 @@ def decoder(
     qkv_orders: row orders for each of `names.qkv`, for weights and biases alike.
     transposed: the layers' matrices are stored as [inputs, outputs].
     """
-    embedded = config.embed_width or config.hidden_size
-    vocabulary = (config.vocab_size, embedded)
-    found: dict[str, tuple[Stored, ...]] = {
-        "embed.weight": (Stored(f"{names.embed}.weight", vocabulary),)
-    }
+    found: dict[str, tuple[Stored, ...]] = {}
+
+    def add(parameter: str, stored: str, *shape: int) -> None:
+        found[parameter] = (Stored(stored, shape),)
+
+    width, embedded = config.hidden_size, config.embed_width or config.hidden_size
+    add("embed.weight", f"{names.embed}.weight", config.vocab_size, embedded)
     if config.encoding.name == "learned":
         options = config.encoding.options
-        table = (options["positions"] + options["offset"], config.hidden_size)
-        found["encoding.table"] = (Stored(f"{names.positions}.weight", table),)
+        rows = options["positions"] + options["offset"]
+        add("encoding.table", f"{names.positions}.weight", rows, width)
     if config.embed_width is not None:
-        found["project_in.weight"] = (
-            Stored(f"{names.project_in}.weight", (config.hidden_size, embedded)),
-        )
-        found["project_out.weight"] = (
-            Stored(f"{names.project_out}.weight", (embedded, config.hidden_size)),
-        )
+        add("project_in.weight", f"{names.project_in}.weight", width, embedded)
+        add("project_out.weight", f"{names.project_out}.weight", embedded, width)
     for layer in range(config.num_layers):
         own = names.layer.format(layer)
         for name, (bias, columns, pieces) in _linears(config, names, qkv_orders).items():
@@ -193,19 +191,18 @@ def decoder(
                 found[f"layers.{layer}.{name}.bias"] = tuple(
                     Stored(f"{own}{piece}.bias", (rows,), order) for piece, rows, order in pieces
                 )
-        for name, piece in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
-            if config.qk_norm:
-                found[f"layers.{layer}.attention.{name}.weight"] = (
-                    Stored(f"{own}{piece}.weight", (config.head_dim,)),
-                )
+        if config.qk_norm:
+            at = f"layers.{layer}.attention."
+            add(f"{at}q_norm.weight", f"{own}{names.q_norm}.weight", config.head_dim)
+            add(f"{at}k_norm.weight", f"{own}{names.k_norm}.weight", config.head_dim)
     for name, stored_name in _norms(config, names).items():
-        found[f"{name}.weight"] = (Stored(f"{stored_name}.weight", (config.hidden_size,)),)
+        add(f"{name}.weight", f"{stored_name}.weight", width)
         if config.norm_bias:
-            found[f"{name}.bias"] = (Stored(f"{stored_name}.bias", (config.hidden_size,)),)
+            add(f"{name}.bias", f"{stored_name}.bias", width)
     if not config.tied_embeddings:
-        found["head.weight"] = (Stored(f"{names.head}.weight", vocabulary),)
+        add("head.weight", f"{names.head}.weight", config.vocab_size, embedded)
     if config.head_bias:
-        found["head.bias"] = (Stored(f"{names.head}.bias", (config.vocab_size,)),)
+        add("head.bias", f"{names.head}.bias", config.vocab_size)
     return found
 
 
