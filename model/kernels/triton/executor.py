@@ -188,7 +188,7 @@ def _first(
         case Rotate(), Store() if _stores_rotated(op, after) and not _read(after.reads, live[1]):
             (q, k), v = op.reads.split(), after.reads.split()[1]
             return RotateStore(f"{q} {k} {v}", q, op, after), 2
-        case Add(), Norm() if after.reads == op.writes and not _few(others[1:], after, takes):
+        case Add(), Norm() if after.reads == op.writes and not _few(others[1:], takes):
             return AddNorm(op.reads, f"{op.writes} {after.writes}", after), 2
         case Norm(centred=False), Linear() if (
             after.reads == op.writes and takes(after) and op.writes not in live[1]
@@ -224,8 +224,8 @@ def _with_after(
     return around(reads, linear.writes), 1
 
 
-def _few(others: Sequence[Op], norm: Norm, takes: Callable[[Linear], bool]) -> bool:
-    """Whether a linear layer computes this norm, so that nothing else should."""
+def _few(others: Sequence[Op], takes: Callable[[Linear], bool]) -> bool:
+    """Whether a linear layer computes the norm before it, so that nothing else should."""
     return bool(others) and isinstance(others[0], Linear) and takes(others[0])
 
 
