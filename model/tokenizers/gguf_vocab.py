@@ -60,8 +60,8 @@ def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     name = fields.text("pre", "gpt-2" if fields.architecture in (None, "gpt2") else None)
     tokens, types = fields.tokens, fields.types()
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = [line.partition(" ")[::2] for line in fields.texts("merges")]
     try:
-        merges = [line.partition(" ")[::2] for line in fields.texts("merges")]
         model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in _LLAMA3)
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(

@@ -335,7 +335,7 @@ def test_a_file_without_token_types_or_ends():
         ("token_type", [1], "as long as the list of tokens"),
         ("token_type", 3, "is not a list of token types"),
         ("merges", ["a nothing-of-the-kind"], "merges do not fit"),
-        ("merges", None, "merges is missing"),
+        ("merges", None, "^The GGUF file.s tokenizer.ggml.merges is missing"),
         ("bos_token_id", 10**6, "bos_token_id is not the id of a token"),
         ("eos_token_id", -1, "eos_token_id is not the id of a token"),
         ("add_bos_token", "yes", "add_bos_token is not true or false"),
