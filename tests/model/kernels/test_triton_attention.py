@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ropewalk.server.download import home
 from tests.products import combined
 
 # Bytes that a block of threads may have, by compute capability.
@@ -14,13 +15,13 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 
 
 @pytest.fixture(scope="module")
-def compile(tmp_path_factory):
+def compile():
     """Gives the lines that a process of its own prints, as one cannot interpret kernels as well.
 
-    All of them share what they compile.
+    What has compiled once is kept where the server keeps kernels, and is not compiled again.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
-    shared = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("kernels"))}
+    shared = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(home() / "kernels" / "triton")}
 
     def run(program, *told):
         made = subprocess.run(
