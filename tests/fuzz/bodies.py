@@ -34,7 +34,6 @@ NASTY: tuple[Any, ...] = (
 NAMES = (
     "x", "", "Model", "max_completion_tokens", "grammar", "chat_template", "__class__", "é" * 99,
 )  # fmt: skip
-MEDIA = ("text/plain", "application/json; charset=utf-16", "", "APPLICATION/JSON")
 WORDS = ("The sky", " is", " blue", "\n", "ROMEO:", " 12", " é", " 🌍", "  ", "a", "<|im_start|>")
 
 
