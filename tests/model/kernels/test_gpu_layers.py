@@ -36,11 +36,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def triton():
-    pytest.importorskip("triton", reason="Triton is not installed")
-
-
 LAYERS = 2  # so that a layer follows another; the interpreter takes its time for each
 
 

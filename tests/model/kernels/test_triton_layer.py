@@ -20,11 +20,6 @@ NORMS = {  # whether rows are centred, and whether there is a bias
 }
 
 
-@pytest.fixture(autouse=True)
-def triton():
-    pytest.importorskip("triton", reason="Triton is not installed")
-
-
 def close(found, exact, ulps):
     """`exact` is in float64; sums of different orders and one rounding lie between them."""
     epsilon = torch.finfo(found.dtype).eps

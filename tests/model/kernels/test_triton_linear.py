@@ -25,11 +25,6 @@ EPS = 1e-3
 SIZES = [(24, 40), (300, 17), (1, 1), (512, 64)]  # inputs and outputs: of no tile, and of several
 
 
-@pytest.fixture(autouse=True)
-def triton():
-    pytest.importorskip("triton", reason="Triton is not installed")
-
-
 @dataclass(frozen=True)
 class Layer:
     weight: torch.Tensor | Int8

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.triton
 @pytest.fixture
 def sampler(monkeypatch):
     """Few candidates, so that most rows need more."""
-    pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(launches, "CANDIDATES", 2)
     return launches.TritonSampler()
 

@@ -30,11 +30,6 @@ BATCH = SimpleNamespace(
 NOTHING = SimpleNamespace(**{name: each[:0] for name, each in vars(BATCH).items()})
 
 
-@pytest.fixture(autouse=True)
-def triton():
-    pytest.importorskip("triton", reason="Triton is not installed")
-
-
 def rope(width, layout="half", storage=KeyStorage.ABSOLUTE, **options):
     given = {"base": 100.0, "context": CONTEXT, "device": DEVICE} | options
     return RoPE(width=width, layout=layout, storage=storage, **given)
