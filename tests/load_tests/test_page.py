@@ -1,7 +1,6 @@
 import re
 from dataclasses import replace
 from functools import cache
-from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +11,7 @@ from ropewalk.load_tests.report.page import main, page
 from ropewalk.load_tests.report.plots import plots
 from ropewalk.load_tests.report.result import read, write
 from tests.load_tests.made_up import ENCODINGS, counted, failed, longctx, result
+from tests.markup import elements
 
 THREE = {"nope": 1, "rope": 1.05, "t5": 1.2}
 LONGCTX = result(THREE, longctx(512, 2048))
@@ -19,31 +19,8 @@ HOSTILE = '<script>alert("1")</script>'
 VOID = {"meta", "link", "br"}
 
 
-class Tags(HTMLParser):
-    """Every element is closed by its own end tag."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.append(tag)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.seen.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def tags(text: str) -> list[str]:
-    parser = Tags()
-    parser.feed(text)
-    assert parser.open == []
-    return parser.seen
+    return [tag for tag, _ in elements(text, VOID)]
 
 
 @cache

@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 
@@ -13,6 +12,7 @@ from ropewalk.model.inspect.audit_page import panel, rectangles, to_html
 from ropewalk.model.inspect.audit_report import HEADLINE, Report, as_json, summary
 from ropewalk.report.figure import THEME
 from ropewalk.report.svg import svg
+from tests.markup import elements
 
 VOID = {"meta", "rect", "line"}  # of those on the page; in SVG they close themselves
 NAMES = ("rope", "rope:dynamic", "rope:dynamic-rewrite", "t5", "nope")
@@ -29,26 +29,6 @@ def report() -> Report:
 @pytest.fixture(scope="module")
 def page(report) -> str:
     return to_html(report)
-
-
-class Tags(HTMLParser):
-    """Fails on a tag that is not closed in order; remembers texts of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict]] = []
-
-    def handle_starttag(self, tag, attributes) -> None:
-        self.seen.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes) -> None:
-        self.seen.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag) -> None:
-        assert self.open.pop() == tag
 
 
 def step(**changes) -> AuditStep:
@@ -68,18 +48,12 @@ def shown(audit: Audit) -> str:
 
 
 def test_the_page_is_whole(page) -> None:
-    tags = Tags()
-    tags.feed(page)
-    tags.close()
-    assert tags.open == []
-    assert [tag for tag, _ in tags.seen].count("svg") == len(NAMES)
+    assert [tag for tag, _ in elements(page, VOID)].count("svg") == len(NAMES)
     assert page.startswith("<!doctype html>") and page.rstrip().endswith("</html>")
 
 
 def test_the_page_asks_for_nothing(page) -> None:
-    tags = Tags()
-    tags.feed(page)
-    for _, attributes in tags.seen:
+    for _, attributes in elements(page, VOID):
         assert not {"src", "href", "srcset", "data", "action"} & attributes.keys()
     assert "://" not in page.replace("http://www.w3.org/2000/svg", "")  # the name of a language
     assert "@import" not in page and "url(" not in page
