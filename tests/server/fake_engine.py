@@ -1,6 +1,7 @@
 """An Engine over a fake model that counts: the next token is the last one plus one."""
 
 import random
+import time
 from dataclasses import replace
 
 import torch
@@ -43,6 +44,11 @@ def counting(batch, kv):
     batch = batch.to(CPU)
     following = (batch.tokens[batch.output_rows] + 1) % VOCAB
     return torch.nn.functional.one_hot(following, VOCAB).float()
+
+
+def slowly(batch, kv):
+    time.sleep(0.01)
+    return counting(batch, kv)
 
 
 def auditor_of(kv, manager, scheduler, ledger=None):

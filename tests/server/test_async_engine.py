@@ -13,7 +13,7 @@ from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.errors import ModelNotLoaded, PromptTooLong, RequestFailed, ShuttingDown
 from ropewalk.server.scheduling.request import FinishReason
-from tests.server.fake_engine import counting, make_engine, make_request
+from tests.server.fake_engine import counting, make_engine, make_request, slowly
 
 pytestmark = pytest.mark.anyio
 
@@ -27,11 +27,6 @@ def anyio_backend():
 def no_thread_is_left():
     yield
     assert [thread.name for thread in threading.enumerate() if thread.name == "engine"] == []
-
-
-def slowly(batch, kv):
-    time.sleep(0.01)
-    return counting(batch, kv)
 
 
 def started(engine, **options):

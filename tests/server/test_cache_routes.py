@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 from dataclasses import replace
 
 import httpx
@@ -25,10 +24,10 @@ from tests.server.fake_engine import (
     BLOCK,
     SPEED,
     configured,
-    counting,
     make_engine,
     make_planner,
     make_request,
+    slowly,
 )
 from tests.server.test_app import error_of
 from tests.server.toy import ScriptedEngine, ask, running, sample, toy, toy_app, wait_for
@@ -187,10 +186,6 @@ def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
 
 def test_a_cache_is_shown_while_its_model_computes() -> None:
     """No text in any answer: ids and numbers alone."""
-
-    def slowly(batch, kv):
-        time.sleep(0.01)
-        return counting(batch, kv)
 
     engine = AsyncEngine({"a": make_engine(slowly)[0]}, lambda model, stats: None)
     app = app_of(engine, a=make_planner())

@@ -25,7 +25,7 @@ from ropewalk.server.http.streaming import Drain
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.request import Overflow
-from tests.server.fake_engine import counting, make_engine, make_planner, make_request
+from tests.server.fake_engine import make_engine, make_planner, make_request, slowly
 from tests.server.toy import ask, running, toy, wait_for
 
 LETTERS = {"f": "free", "c": "cached", "h": "active", "s": "active", "q": "quarantined"}
@@ -85,11 +85,6 @@ def app_of(engine):
 @pytest.fixture
 def anyio_backend():
     return "asyncio"
-
-
-def slowly(batch, kv):
-    time.sleep(0.01)
-    return counting(batch, kv)
 
 
 class Seen(AsyncEngine):
