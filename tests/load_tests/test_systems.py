@@ -17,6 +17,7 @@ from ropewalk.load_tests.peers.systems import (
     session_processes,
     system_from,
 )
+from tests.load_tests.test_serving import alive
 
 PROGRAMS = {name: Path(f"/p/{name}/bin/program") for name in PEERS}
 FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
@@ -83,14 +84,6 @@ def test_a_peer_is_a_name_and_a_file(tmp_path):
             peer_from(text)
     with pytest.raises(ValueError, match="vllm: there is no file /no/such"):
         peer_from("vllm=/no/such")
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_a_server_runs_inside_the_block_only(tmp_path):
