@@ -1,4 +1,4 @@
-"""What GPT-2 and its relatives share: layer norms, a key head per query head, no gates.
+"""What GPT-2 and its relatives share: layer norms, no gates, mostly a key head per query head.
 
 Reads their descriptions in both formats. An architecture's own file states only the differences.
 """
@@ -32,6 +32,7 @@ class Keys:
     num_layers: str | tuple[str, str] = "num_hidden_layers"
     num_heads: str | tuple[str, str] = "num_attention_heads"
     context: str = "max_position_embeddings"
+    num_kv_heads: str | None = None  # None: each query head has a key head
     intermediate_size: str | None = None  # None: four times the width
     norm_eps: str | None = None  # None: 1e-5
     tied: bool = True  # whether the head is the embedding, where tie_word_embeddings is absent
@@ -75,12 +76,16 @@ class PlainDecoder(Architecture):
             else None
         )
         tied = fields.flag("tie_word_embeddings")
+        num_heads = num_kv_heads = _either(fields, keys.num_heads, Most.HEADS)
+        if keys.num_kv_heads is not None:
+            num_kv_heads = fields.integer(keys.num_kv_heads, num_heads, null=num_heads)
         return plain_config(
             fields,
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
             hidden_size=hidden_size,
             num_layers=_either(fields, keys.num_layers, Most.LAYERS),
-            num_heads=_either(fields, keys.num_heads, Most.HEADS),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             intermediate_size=intermediate_size or 4 * hidden_size,
             norm_eps=fields.number(keys.norm_eps) if keys.norm_eps else 1e-5,
             trained_context=fields.integer(keys.context, Most.CONTEXT),
@@ -92,8 +97,8 @@ class PlainDecoder(Architecture):
         own = f"{self.gguf_name}."
         refuse_foreign_gguf(fields, own)
         num_heads = fields.integer(own + "attention.head_count", Most.HEADS)
-        num_kv_heads = fields.optional_integer(own + "attention.head_count_kv", Most.HEADS)
-        if num_kv_heads not in (None, num_heads):
+        num_kv_heads = fields.optional_integer(own + "attention.head_count_kv", num_heads)
+        if num_kv_heads not in (None, num_heads) and self.keys.num_kv_heads is None:
             raise fields.error("attention.head_count_kv differs from attention.head_count")
         usual = plain_config(
             fields,
@@ -101,6 +106,7 @@ class PlainDecoder(Architecture):
             hidden_size=fields.integer(own + "embedding_length", Most.WIDTH),
             num_layers=fields.integer(own + "block_count", Most.LAYERS),
             num_heads=num_heads,
+            num_kv_heads=num_kv_heads or num_heads,
             intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
             norm_eps=fields.number(own + "attention.layer_norm_epsilon"),
             trained_context=fields.integer(own + "context_length", Most.CONTEXT),
@@ -135,16 +141,24 @@ class PlainDecoder(Architecture):
 
 
 def plain_config(
-    fields: Fields, *, hidden_size: int, num_layers: int, num_heads: int, **others: Any
+    fields: Fields,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    **others: Any,
 ) -> ModelConfig:
     """The usual config of these families; `others` are the fields of ModelConfig that differ."""
     if hidden_size % num_heads:
         raise fields.error(f"the hidden size {hidden_size} is not a multiple of {num_heads} heads")
+    if num_heads % (num_kv_heads or num_heads):
+        raise fields.error(f"{num_heads} query heads cannot share {num_kv_heads} key heads evenly")
     usual: dict[str, Any] = {
         "hidden_size": hidden_size,
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": num_heads,
+        "num_kv_heads": num_kv_heads or num_heads,
         "head_dim": hidden_size // num_heads,
         "windows": (None,) * num_layers,
         "encoding": NOPE,

@@ -68,6 +68,12 @@ def smollm3(**changes):
     return transformers.SmolLM3Config(**COMMON | shape | more | changes)
 
 
+def starcoder2(**changes):
+    """Two key heads for six query heads."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    return transformers.Starcoder2Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -219,13 +225,18 @@ def describe_gated(writer, config):
 
 def describe_plain(writer, config):
     kind = config.model_type
-    writer.add_layer_norm_eps(first_of(config, "layer_norm_epsilon", "layer_norm_eps"))
+    writer.add_layer_norm_eps(
+        first_of(config, "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+    )
     if kind == "bloom":
         writer.add_head_count_kv(config.n_head)
     elif kind == "mpt":
         writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
         if config.attn_config.clip_qkv is not None:
             writer.add_clamp_kqv(config.attn_config.clip_qkv)
+    elif kind == "starcoder2":
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     elif kind == "gptj":
         writer.add_rope_dimension_count(config.rotary_dim)
     elif kind == "gpt_neox":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import transformers
 
 from tests.model import plain
-from tests.model.checkpoints import llama, mistral, phi3, qwen2, qwen3, smollm3
+from tests.model.checkpoints import llama, mistral, phi3, qwen2, qwen3, smollm3, starcoder2
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
 
 
@@ -142,6 +142,10 @@ LAYER_NORMS = {
     ),
     "gpt-neox-no-bias": row(
         gpt_neox(attention_bias=False, num_attention_heads=6), "one call", **PLAIN
+    ),
+    "starcoder2": row(starcoder2(), "gguf", *ALL, answer=32, **PLAIN),
+    "starcoder2-window-untied": row(
+        starcoder2(sliding_window=7, tie_word_embeddings=False, use_bias=False), "one call", **PLAIN
     ),
     "gptj": row(gptj(), *ALL, answer=32, **PLAIN),
     "gptj-whole-head": row(gptj(rotary_dim=16, n_inner=50), "one call", **PLAIN),

@@ -52,8 +52,8 @@ GATED = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b and gpt-j-6b, whose
-# spellings are older than today's.
+# In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b, gpt-j-6b and
+# starcoder2-3b, whose spellings are older than today's.
 PLAIN = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("published/*"))}
 HF = {
     name: GATED | differs
@@ -130,6 +130,7 @@ GPTJ = {
     "activation": "gelu_tanh",
     "head_bias": True,
 }
+STARCODER2 = BIASES | {"activation": "gelu_tanh", "num_kv_heads": 2}
 EXPECTED = {
     "llama": GATED_CONFIG,
     "mistral": GATED_CONFIG,
@@ -145,6 +146,17 @@ EXPECTED = {
         44, 64, 6144, 50432, **NEOX | {"activation": "gelu_tanh"}, encoding=rope(1e4, 24)
     ),
     "gpt-j": plain(28, 16, 4096, 50400, **GPTJ, encoding=rope(1e4, 64, "interleaved")),
+    "starcoder2": plain(
+        30,
+        24,
+        3072,
+        49152,
+        **STARCODER2,
+        encoding=rope(999999.4420358813, 128),
+        windows=(4096,) * 30,
+        trained_context=16384,
+        tied_embeddings=True,
+    ),
 }
 
 
@@ -190,6 +202,7 @@ OWN_GGUF = {
     "mpt": PLAIN_GGUF | {"attention.max_alibi_bias": 8.0},
     "gptneox": PLAIN_GGUF | {"rope.dimension_count": 4, "use_parallel_residual": True},
     "gptj": PLAIN_GGUF | {"rope.dimension_count": 4},
+    "starcoder2": PLAIN_GGUF | {"attention.head_count_kv": 2, "rope.freq_base": 1e5},
 }
 TENSORS = {"token_embd.weight": (99, 48), "output.weight": (99, 48)}
 TIED = {"token_embd.weight": (99, 48)}
@@ -202,6 +215,7 @@ EXPECTED_GGUF = {
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),
     "gptj": plain(2, 6, 48, 99, **GPTJ, encoding=rope(1e4, 4, "interleaved")),
+    "starcoder2": plain(2, 6, 48, 99, **STARCODER2, encoding=rope(1e5, 8)),
 }
 
 

@@ -43,6 +43,7 @@ CASES = {
     "qwen2": {"rope_scaling": LLAMA3, "use_sliding_window": True},
     "qwen3": {"rope_scaling": LLAMA3, "use_sliding_window": True},
     "smollm3": {"rope_scaling": LLAMA3},
+    "starcoder2": {"rope_scaling": LLAMA3},
 }
 
 

@@ -375,6 +375,8 @@ def test_gguf_tells_by_its_tensors():
         ("gptj", {"rope.dimension_count": ABSENT}, "rope.dimension_count is missing"),
         ("gptj", {"use_parallel_residual": True}, "use_parallel_residual' = True is not supp"),
         ("gptj", {"rope.scaling.factor": 2.0}, "rope.scaling.factor' = 2.0 is not supported"),
+        ("starcoder2", {"attention.head_count_kv": 4}, "6 query heads cannot share 4 key heads"),
+        ("starcoder2", {"attention.head_count_kv": 7}, "must be an integer from 1 to 6"),
     ],
 )
 def test_gguf_that_cannot_be_honoured(family, changes, saying):
