@@ -249,8 +249,9 @@ def configuration_page() -> str:
         "the server listens.",
         "With `--ssl-certfile` the server speaks https. A certificate that no public authority "
         "has issued is trusted by `chat` and `health` when they are given the same flag or "
-        "variable, and by them, by curl and by Python's clients when the variable `SSL_CERT_FILE` "
-        "names it. With `--uds` it listens on a Unix socket: `ropewalk chat --url unix:PATH`, "
+        "variable, and by them, by curl and by clients that use httpx, such as openai's, when the "
+        "variable `SSL_CERT_FILE` names it; requests has `REQUESTS_CA_BUNDLE`. With `--uds` it "
+        "listens on a Unix socket: `ropewalk chat --url unix:PATH`, "
         "`curl --unix-socket PATH http://localhost/v1/models`. Behind a proxy that publishes it "
         "below a path, `--root-path` is that path.",
         "`ropewalk completion bash`, `zsh` or `fish` prints a script that completes commands and "

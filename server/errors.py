@@ -6,7 +6,7 @@ ServeError               answers a request: status, type, code, and a reason for
 ├── InvalidRequest       400 and other 4xx: what was sent
 │   ├── InvalidField     400
 │   │   ├── InvalidBody, DuplicateKey, UnknownField, MissingField, BadRequest
-│   │   ├── UnsupportedField
+│   │   ├── UnsupportedField, ThreadsUnsupported
 │   │   └── PromptTooLong
 │   └── FormFailed 400, WrongOrigin 400, Unauthorized 401, OperatorRoutesOff 403,
 │       ModelNotFound 404, RouteNotFound 404, SequenceNotFound 404, MethodNotAllowed 405,
@@ -25,7 +25,7 @@ ServeError               answers a request: status, type, code, and a reason for
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 MAX_MESSAGE = 500
@@ -73,6 +73,7 @@ class ServeError(Exception):
     reason: ClassVar[str | None] = "other"
     closes: ClassVar[bool] = False  # the connection
     extra_headers: Extra = ()
+    details: ClassVar[Mapping[str, str]] = {}  # by which Anthropic's client knows what to do
     retry_after: int | None = None  # whole seconds until another try may succeed
     model: str | None = None  # whom it is about, where the body was not read
 
@@ -90,7 +91,8 @@ class ServeError(Exception):
         if re.match(r"/v1/messages([/?]|\Z)", path):
             other = "invalid_request_error" if self.status < 500 else "api_error"
             said = {"type": _MESSAGES_TYPES.get(self.status, other), "message": message}
-            return json.dumps({"type": "error", "error": said}).encode()
+            more = {"details": self.details} if self.details else {}
+            return json.dumps({"type": "error", "error": said | more}).encode()
         fields = {"message": message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": fields}).encode()
 
@@ -139,6 +141,12 @@ class MissingField(InvalidField):
 
 class UnsupportedField(InvalidField):
     code = "unsupported_parameter"
+
+
+class ThreadsUnsupported(UnsupportedField):
+    """Of Anthropic's Messages. Its client then sends the whole conversation without a thread."""
+
+    details: ClassVar[Mapping[str, str]] = {"error_code": "thread_unsupported_request"}
 
 
 class PromptTooLong(InvalidField):

@@ -155,6 +155,8 @@ class Model:
                 raise UnsupportedField(
                     f"{name} is for requests over HTTP; leave it out, or ask a server", name
                 )
+        if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+            raise InvalidField("prompt should be a text, token ids or a list of messages", "prompt")
         chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
         source = prompt if isinstance(prompt, str) else list(prompt)
         # As JSON, so that what is accepted and refused is what a server accepts and refuses.

@@ -21,6 +21,7 @@ from ropewalk.server.openai.requests import (
     check_ids,
     check_prompt,
     combined_salt,
+    each_of,
     encode_now,
     greedy_request,
 )
@@ -108,8 +109,10 @@ async def embedding_requests(
             "dimensions",
         )
     check_count(len(body.inputs), "input", served)
+    named = list(zip(each_of("input", len(body.inputs)), body.inputs, strict=True))
     inputs = await off_loop(
-        lambda: [_tokens(each, body, served) for each in body.inputs], sum(map(len, body.inputs))
+        lambda: [_tokens(param, given, body, served) for param, given in named],
+        sum(map(len, body.inputs)),
     )
     group = uuid.uuid4().hex if len(inputs) > 1 else ""
     pooling = Pooling(body.pooling or served.embedding.pooling)
@@ -119,14 +122,14 @@ async def embedding_requests(
     ]
 
 
-def _tokens(given: str | list[int], body: EmbeddingBody, served: Served) -> list[int]:
+def _tokens(param: str, given: str | list[int], body: EmbeddingBody, served: Served) -> list[int]:
     if isinstance(given, str):
         whole = body.add_special_tokens
-        given = encode_now(given, served, bos=whole, param="input")
+        given = encode_now(given, served, bos=whole, param=param)
         given += served.tokenizer.ends if whole else ()
     else:
-        check_ids(given, served, "input")
-    check_prompt(given, served, "input", answered=False)
+        check_ids(given, served, param)
+    check_prompt(given, served, param, answered=False)
     return given
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from logging import getLogger
-from math import ceil
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ropewalk.server.app.cache import CachePlanner
@@ -130,6 +129,7 @@ class Registry(Models):
     async def load(self, name: str) -> None:
         """Returns when it is loaded. Raises ModelNotLoaded, with the reason."""
         place = self._places[name]
+        place.asked = time.monotonic()
         await self._until(lambda: place.status is not Status.UNLOADING)
         if place.status is Status.UNLOADED:
             self._begin(place, Status.LOADING, self._load(place))
@@ -182,8 +182,11 @@ class Registry(Models):
             )
         if place.failure is None:
             return self._no_load(place)
-        left = max(1, ceil(place.retry_at - time.monotonic()))
-        return _later(f"{name} could not be loaded, and the server's log says why", left)
+        return ModelNotLoaded(
+            f"{name} could not be loaded; the server's log says why, and so does the answer to "
+            "POST /v1/models/load",
+            retry_after=None,
+        )
 
     def _no_load(self, place: _Place) -> ModelNotLoaded:
         """For whoever asked for the load. The reason may show paths of this machine."""

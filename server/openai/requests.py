@@ -29,7 +29,7 @@ from ropewalk.server.openai.schemas import (
 from ropewalk.server.openai.scores import spell_prompt
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.kept import Kept, new_id
-from ropewalk.server.scheduling.request import Overflow, Request, check_length
+from ropewalk.server.scheduling.request import Overflow, Request, check_length, too_long
 from ropewalk.server.structured.compiler import Compiled
 from ropewalk.server.structured.grammar import Grammar, Kind
 from ropewalk.server.tools.conventions import Told
@@ -69,24 +69,34 @@ async def completion_prompts(
         )
 
     def prepare() -> list[Prompt]:
-        return [_prompt(source, body, served, origin) for source in body.prompts]
+        named = zip(each_of("prompt", len(body.prompts)), body.prompts, strict=True)
+        return [_prompt(param, source, body, served, origin) for param, source in named]
 
     return await off_loop(prepare, sum(map(len, body.prompts)))
 
 
+def each_of(param: str, count: int) -> list[str]:
+    """How a client finds each of what it sent in one field."""
+    return [f"{param}[{i}]" for i in range(count)] if count > 1 else [param]
+
+
 def _prompt(
-    source: str | list[int], body: CompletionBody, served: Served, origin: Kept | None
+    param: str,
+    source: str | list[int],
+    body: CompletionBody,
+    served: Served,
+    origin: Kept | None,
 ) -> Prompt:
     before = [] if origin is None else origin.tokens
     if isinstance(source, str):
         text: str | None = source
         begins = body.add_special_tokens and origin is None
-        tokens = [*before, *encode_now(source, served, bos=begins, param="prompt")]
-        check_prompt(tokens, served, "prompt")
+        tokens = [*before, *encode_now(source, served, bos=begins, param=param)]
+        check_prompt(tokens, served, param)
     else:
         tokens = [*before, *source]
-        check_ids(tokens, served, "prompt")
-        check_prompt(tokens, served, "prompt")
+        check_ids(tokens, served, param)
+        check_prompt(tokens, served, param)
         text = "".join(spell_prompt(served.tokenizer, tokens)) if body.echo else None
     return Prompt(tokens, text if body.echo else None, origin=origin)
 
@@ -152,11 +162,7 @@ def _check_length(value: object, served: Served, param: str) -> None:
     """Of what a template is to make text of. Raises PromptTooLong if it is hopelessly long."""
     limit = MAX_BYTES_PER_TOKEN * served.max_context
     if longer(value, limit):
-        raise PromptTooLong(
-            f"{param} has more than {limit} characters, the limit for a context of "
-            f"{served.max_context} tokens; shorten it",
-            param,
-        )
+        raise too_long(param, f"more than {limit} characters", served.max_context)
 
 
 async def encode(text: str, served: Served, *, bos: bool, param: str) -> list[int]:
@@ -168,11 +174,7 @@ def encode_now(text: str, served: Served, *, bos: bool, param: str) -> list[int]
     """As `encode`, for callers that are beside the event loop."""
     size, limit = len(text.encode()), MAX_BYTES_PER_TOKEN * served.max_context
     if size > limit:
-        raise PromptTooLong(
-            f"{param} has {size} bytes, more than the limit of {limit} for a context of "
-            f"{served.max_context} tokens; shorten it",
-            param,
-        )
+        raise too_long(param, f"{size} bytes", served.max_context, f", so {limit} bytes at most")
     try:
         tokens = served.tokenizer.encode(text, bos=bos)
     except InvalidText as error:
@@ -194,9 +196,7 @@ def check_prompt(
             param,
         )
     prompt, source = (1, len(tokens)) if served.encoder_decoder else (len(tokens), 0)
-    check_length(
-        prompt, source, served.max_context, model=served.name, param=param, answered=answered
-    )
+    check_length(prompt, source, served.max_context, param=param, answered=answered)
 
 
 def check_ids(
@@ -262,7 +262,7 @@ def _max_tokens(body: GenerationBody, served: Served, num_prompt: int) -> int:
         if served.encoder_decoder is not None:
             makes = f"the start token and {wanted} max_tokens make {1 + wanted}"
         raise PromptTooLong(
-            f"{makes}, more than the context of {served.name}, {served.max_context}; request at "
+            f"{makes}, but this model's maximum context length is {served.max_context}; request at "
             f"most {room}, or set overflow to shift or slide if the encoding allows it",
             "max_tokens" if body.max_tokens is not None else "max_completion_tokens",
         )

@@ -322,6 +322,7 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None  # of a streamed one
+    provider_specific_fields: Any = None  # as in a message
 
 
 class Message(Strict):
@@ -336,6 +337,7 @@ class Message(Strict):
     tool_calls: Annotated[list[ToolCall], Field(min_length=1, max_length=MAX_CALLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     parsed: Any = None  # the openai package's own reading of the content
+    provider_specific_fields: Any = None  # litellm's own notes on an answer
 
     def plain(self) -> dict[str, Any]:
         """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""

@@ -255,33 +255,29 @@ class Limits:
 
 
 def check_length(
-    prompt: int,
-    source: int,
-    context: int,
-    *,
-    model: str = "this model",
-    param: str = "prompt",
-    answered: bool = True,
+    prompt: int, source: int, context: int, *, param: str = "prompt", answered: bool = True
 ) -> None:
     """Raises PromptTooLong unless prompt, source and a token of an answer fit into contexts.
 
     answered: False for an embedding, which may take all of the context.
-    prompt, source: tokens that the decoder and an encoder read. model: named to a client, like
-    the field that it sent.
+    prompt, source: tokens that the decoder and an encoder read. param: the field that was sent.
     """
     if source > context:
-        raise PromptTooLong(
-            f"{param} has {source} tokens, but the encoder of {model} reads at most {context}; "
-            "shorten it",
-            param,
-        )
-    too_long = f"{param} has {prompt} tokens, but the context of {model} holds {context}"
+        raise too_long(param, f"{source} tokens", context, " for its encoder")
     if prompt > context and not answered:
-        raise PromptTooLong(f"{too_long}; shorten it", param)
+        raise too_long(param, f"{prompt} tokens", context)
     if prompt >= context and answered:
-        raise PromptTooLong(
-            f"{too_long}, at least one of which is for the answer; shorten it", param
-        )
+        what = ", at least one of which is for the answer"
+        raise too_long(param, f"{prompt} tokens", context, what)
+
+
+def too_long(param: str, has: str, context: int, what: str = "") -> PromptTooLong:
+    """In words by which clients recognise it that have a plan for this: litellm and LangChain."""
+    return PromptTooLong(
+        f"{param} has {has}: the prompt is too long, as this model's maximum context length is "
+        f"{context} tokens{what}; shorten it",
+        param,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictStr, Tag
 
-from ropewalk.server.errors import InvalidField
+from ropewalk.server.errors import InvalidField, ThreadsUnsupported
 from ropewalk.server.openai.schemas import (
     AS_MANY_AS_FIT,
     MAX_MESSAGES,
@@ -183,6 +183,13 @@ class OutputConfig(Lenient):
     format: OutputFormat | None = None
 
 
+def refuse_threads(value: object) -> object:
+    """Raises ThreadsUnsupported."""
+    raise ThreadsUnsupported(
+        "thread is not supported: send the whole conversation without it", "thread"
+    )
+
+
 class CountBody(TranslatedBody):
     """The body of /v1/messages/count_tokens, and of /v1/messages without its limit."""
 
@@ -196,6 +203,7 @@ class CountBody(TranslatedBody):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
     container: Annotated[Any, refused("container", "this server runs no code; leave it out")] = None
+    thread: Annotated[Any, BeforeValidator(refuse_threads)] = None
     mcp_servers: Annotated[Any, refused("mcp_servers", "give its tools as tools", ([],))] = None
     # Without effect: they are about Anthropic's own machines, caches and accounts.
     metadata: Any = None

@@ -4,7 +4,7 @@
 import json
 import os
 
-from anthropic import Anthropic, BadRequestError
+from anthropic import Anthropic, BadRequestError, beta_tool
 
 client = Anthropic(
     base_url=os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), api_key=os.environ["OPENAI_API_KEY"]
@@ -50,6 +50,22 @@ again = [
     {"role": "user", "content": [result]},
 ]
 assert client.messages.create(**{**called, "max_tokens": 16}, messages=again).content
+
+
+@beta_tool
+def weather(city: str) -> str:
+    """Weather of a city.
+
+    Args:
+        city: its name
+    """
+    return f"It is sunny in {city}."
+
+
+run = client.beta.messages.tool_runner(
+    model=model, max_tokens=60, tools=[weather], messages=[question], max_iterations=2
+)
+assert [message.content for message in run]
 form = {"type": "json_schema", "schema": tool["input_schema"]}
 text = client.messages.create(
     model=model, max_tokens=400, messages=[question], output_config={"format": form}

@@ -3,6 +3,7 @@
 
 import os
 
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -42,4 +43,10 @@ for method in ("json_schema", "function_calling"):
 # This one leaves the form to the prompt, and holds the answer to JSON alone.
 free = chat.with_structured_output(None, method="json_mode").invoke(asked)
 assert isinstance(free, dict)
-print("text, tools, structured output by json_schema, function_calling, json_mode")
+try:
+    short.invoke("a b" * 20_000)
+except ContextOverflowError as refused:
+    assert "shorten it" in str(refused)
+else:
+    raise AssertionError("a prompt that does not fit was answered")
+print("text, tools, structured output by json_schema, function_calling, json_mode, overflow")

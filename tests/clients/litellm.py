@@ -41,4 +41,10 @@ for provider in ("openai", "hosted_vllm"):
     text = litellm.completion(**asked, response_format={"type": "json_object"})
     assert isinstance(json.loads(text.choices[0].message.content), dict)
     assert litellm.responses(**where, input="Name a river.", max_output_tokens=16).output
-print("openai/ and hosted_vllm/: completion, stream, tools, response_format, responses")
+    try:
+        litellm.completion(**asked | {"messages": [{"role": "user", "content": "a b" * 20_000}]})
+    except litellm.ContextWindowExceededError as refused:
+        assert "shorten it" in str(refused)
+    else:
+        raise AssertionError("a prompt that does not fit was answered")
+print("openai/ and hosted_vllm/: completion, stream, tools, response_format, responses, overflow")

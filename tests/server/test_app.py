@@ -599,25 +599,25 @@ def test_min_tokens_beyond_the_default_is_refused():
 
 def test_prompts_without_tokens_are_refused():
     app = toy_app()
-    for prompt in ("", [""], ["a", ""]):
+    for prompt, param in (("", "prompt"), ([""], "prompt"), (["a", ""], "prompt[1]")):
         error = error_of(complete(app, prompt=prompt, add_special_tokens=False), 400)
-        assert error["param"] == "prompt"
+        assert error["param"] == param
     assert complete(app, prompt="", max_tokens=1).status_code == 200  # the begin token
 
 
 @pytest.mark.parametrize("bad", [VOCABULARY, VOCABULARY + 5, 2**31 - 1])
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "param", "value"),
     [
-        ("prompt", lambda token: [1, token]),
-        ("prompt", lambda token: [[1], [token]]),
-        ("stop_token_ids", lambda token: [token]),
-        ("logit_bias", lambda token: {str(token): 1}),
+        ("prompt", "prompt", lambda token: [1, token]),
+        ("prompt", "prompt[1]", lambda token: [[1], [token]]),
+        ("stop_token_ids", "stop_token_ids", lambda token: [token]),
+        ("logit_bias", "logit_bias", lambda token: {str(token): 1}),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused(field, value, bad):
+def test_ids_outside_the_vocabulary_are_refused(field, param, value, bad):
     error = error_of(complete(toy_app(), **{field: value(bad)}), 400)
-    assert error["param"] == field and str(VOCABULARY - 1) in error["message"]
+    assert error["param"] == param and str(VOCABULARY - 1) in error["message"]
 
 
 def test_tokens_that_the_model_does_not_embed_are_refused_where_they_occur():
@@ -630,13 +630,13 @@ def test_tokens_that_the_model_does_not_embed_are_refused_where_they_occur():
     plain = {"add_special_tokens": False, "max_tokens": 1}
     assert complete(app, prompt="abc", **plain).status_code == 200
     messages = [{"role": "user", "content": "é"}]
-    for refused in (
-        complete(app, prompt="é", **plain),
-        complete(app, prompt=["a", "é"], **plain),
-        complete(app, prompt="é", stream=True, **plain),
-        complete(app, prompt=[195], **plain),
+    for refused, param in (
+        (complete(app, prompt="é", **plain), "prompt"),
+        (complete(app, prompt=["a", "é"], **plain), "prompt[1]"),
+        (complete(app, prompt="é", stream=True, **plain), "prompt"),
+        (complete(app, prompt=[195], **plain), "prompt"),
     ):
-        assert error_of(refused, 400)["param"] == "prompt"
+        assert error_of(refused, 400)["param"] == param
     assert "195" in error_of(complete(app, prompt="é", **plain), 400)["message"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         body = (

@@ -144,7 +144,7 @@ def test_forms(client, models):
     [
         ({"input": []}, "invalid_value", "input"),
         ({"input": ""}, "invalid_value", "input"),
-        ({"input": ["a", ""]}, "invalid_value", "input"),
+        ({"input": ["a", ""]}, "invalid_value", "input[1]"),
         ({"input": [[1], []]}, "invalid_value", "input[1]"),
         ({"input": [1, "a"]}, "invalid_value", "input[1]"),
         ({"input": 3}, "invalid_value", "input"),

@@ -135,7 +135,7 @@ def test_a_prompt_and_an_answer_may_each_fill_the_context(server):
     ("body", "code", "words"),
     [
         ({"prompt": "abc", "echo": True}, "unsupported_parameter", "decoder never reads"),
-        ({"prompt": [7] * 101}, "context_length_exceeded", "the encoder of t5 reads at most 100"),
+        ({"prompt": [7] * 101}, "context_length_exceeded", "length is 100 tokens for its encoder"),
         ({"prompt": "abc", "max_tokens": 100}, "context_length_exceeded", "request at most 99"),
         ({"prompt": ""}, "invalid_value", "no tokens"),
     ],
@@ -436,7 +436,7 @@ def test_a_source_counts_towards_the_step_and_one_may_exceed_it():
 
 def test_what_cannot_ever_fit_is_refused():
     scheduler, _ = scheduler_of(5)
-    with pytest.raises(PromptTooLong, match=r"41 tokens, but the encoder .* reads at most 40"):
+    with pytest.raises(PromptTooLong, match=r"41 tokens: .* 40 tokens for its encoder"):
         scheduler.add(request("a", [1] * 41))
     # Three blocks for 9 tokens leave two, for 8 stored tokens: 9 with the last.
     scheduler.add(request("b", [1] * 9, max_tokens=8))

@@ -232,6 +232,18 @@ def test_a_template_that_reads_no_variable_is_not_changed_by_one():
     assert rendered(template=plain, **sent) == rendered(template=plain) == "a"
 
 
+def test_an_answer_comes_back_with_the_notes_of_litellm():
+    notes = {"provider_specific_fields": {"refusal": None}}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}} | notes
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [call]} | notes,
+        {"role": "tool", "tool_call_id": "a", "content": "b"},
+    ]
+    body = {"model": "toy", "messages": messages, "max_tokens": 1}
+    assert ask(toy_app(), "POST", "/v1/chat/completions", json=body).status_code == 200
+
+
 def test_a_chat_hands_variables_and_reasoning_to_the_template():
     engine = ScriptedEngine()
     served = toy(chat_template=ChatTemplate(READING, {}))

@@ -298,7 +298,7 @@ def test_a_prompt_must_leave_room_for_one_token():
     s = scheduler(context=8)
     with pytest.raises(PromptTooLong) as refused:
         add(s, "secret-id", [41] * 8)
-    assert refused.value.message.startswith("prompt has 8 tokens, but the context of this model")
+    assert refused.value.message.startswith("prompt has 8 tokens: the prompt is too long")
     assert (refused.value.param, refused.value.status) == ("prompt", 400)
     assert "41" not in refused.value.message and "secret" not in refused.value.message
     with pytest.raises(PromptTooLong):

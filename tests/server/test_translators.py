@@ -275,6 +275,7 @@ def test_what_messages_ask_chat(given, asked):
         (MESSAGES, {"tools": [{"name": "own"}] * 257}, "tools should have at most 256 items",
          "invalid_request_error"),
         (MESSAGES, {"mcp_servers": [{}]}, "mcp_servers", "invalid_request_error"),
+        (MESSAGES, {"thread": {"type": "create"}}, "thread", "invalid_request_error"),
         (MESSAGES, {"model": "other"}, "model", "not_found_error"),
         (COUNT, {"messages": [3]}, "messages[0]", "invalid_request_error"),
     ],
@@ -288,6 +289,22 @@ def test_what_is_refused_is_named_as_the_client_knows_it(path, body, param, code
     else:
         assert response.json()["type"] == "error" and error["type"] == code
         assert error["message"].startswith(param)
+
+
+def test_clients_are_told_in_their_words_what_they_can_do_about_it():
+    """litellm and LangChain shorten the prompt; Anthropic's client leaves out the thread."""
+    long = "h" * 600
+    for path, body in (
+        (MESSAGES, BODIES[MESSAGES] | {"messages": [{**USER, "content": long}]}),
+        (RESPONSES, BODIES[RESPONSES] | {"input": long}),
+        ("/v1/completions", {"model": "toy", "prompt": long}),
+    ):
+        message = ask(toy_app(), "POST", path, json=body).json()["error"]["message"]
+        assert "prompt is too long" in message
+        assert "this model's maximum context length is" in message
+    error = send(toy_app(), MESSAGES, thread={"type": "create"}).json()["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request"}
+    assert "details" not in send(toy_app(), MESSAGES, model="other").json()["error"]
 
 
 def test_a_whole_response():
