@@ -35,7 +35,8 @@ class Grammar:
 
 
 def prepared(schema: Any, whitespace: str | None = None) -> Any:
-    """A JSON schema for llguidance: closed, and with the white space that may stand in JSON.
+    """A JSON schema for llguidance: closed, with the white space that may stand in JSON, and with
+    formats that it knows.
 
     What is no schema stays as it is, for llguidance to say why. Raises RecursionError where it is
     nested too deeply.
@@ -44,10 +45,31 @@ def prepared(schema: Any, whitespace: str | None = None) -> Any:
     given = schema.get("x-guidance", {}) if isinstance(schema, Mapping) else None
     if not isinstance(given, Mapping):
         return schema
+    schema = _in_known_formats(schema)
     schema = _closed(schema, within=not any(map(_composes, _schemas(schema))))
     pattern = WHITESPACE if whitespace is None else whitespace
     own = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return {**schema, "x-guidance": {**own, **given}}
+
+
+def _in_known_formats(schema: Any) -> Any:
+    """Without other formats, which annotate a schema (JSON Schema 2020-12, validation, 7.2.1).
+
+    Pydantic and writers of tools have some of their own, such as uuid4, binary and int64.
+    """
+    if isinstance(schema, list):
+        return [_in_known_formats(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {}
+    for keyword, value in schema.items():
+        if keyword in _TABLES and isinstance(value, Mapping):
+            found[keyword] = {name: _in_known_formats(each) for name, each in value.items()}
+        elif keyword in _VALUES:
+            found[keyword] = value
+        elif keyword != "format" or not isinstance(value, str) or value in _FORMATS:
+            found[keyword] = _in_known_formats(value)
+    return found
 
 
 def _closed(schema: Any, within: bool = True) -> Any:
@@ -99,6 +121,8 @@ def _composes(schema: Mapping[str, Any]) -> bool:
     )
 
 
+_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
+_FORMATS |= {"uuid", "unknown"}
 _BESIDE = {"not", "if", "dependentSchemas", "$dynamicRef", "oneOf"}
 _OWN = {"properties", "required", "minProperties", "const", "enum"}
 _INSTEAD = {"allOf", "anyOf", "oneOf", "$ref"}

@@ -163,6 +163,25 @@ def test_an_object_may_have_others_where_its_schema_speaks_of_them(bytes_model, 
     assert follows(start, ByteTokenizer(), '{"a": 1, "b": 2')
 
 
+def test_formats_that_the_library_does_not_know_are_annotations(bytes_model):
+    """Wherever they stand; but names and values that look like them are what they are."""
+    own = {"type": "string", "format": "uuid4"}
+    schema = {
+        "$defs": {"own": own},
+        "properties": {
+            "format": own,
+            "a": {"anyOf": [{"$ref": "#/$defs/own"}, {"type": "integer", "format": "int64"}]},
+            "b": {"const": {"format": "uuid4"}},
+            "c": {"type": "string", "format": "date"},
+        },
+        "required": ["format", "a", "b", "c"],
+    }
+    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    text = '{"format": "x", "a": 7, "b": {"format": "uuid4"}, "c": "2026-11-27"}'
+    assert follows(start, ByteTokenizer(), text)
+    assert not follows(start, ByteTokenizer(), text.replace("2026-11-27", "x"))
+
+
 def test_a_form_that_is_slow_to_follow_is_the_clients_fault(bytes_model, monkeypatch):
     matcher = compiled(bytes_model, Grammar(Kind.REGEX, "ab")).begin()
     monkeypatch.setattr("ropewalk.server.structured.matcher.PATIENCE", -1.0)
