@@ -335,7 +335,7 @@ class ModelNotLoaded(NotReady):
     closes = False
 
     def __init__(self, message: str, *, retry_after: int | None) -> None:
-        """retry_after: None where only an operator can help."""
+        """retry_after: None where another try soon would not help."""
         super().__init__(message, "model")
         self.retry_after = retry_after
         if retry_after is None:

@@ -48,7 +48,7 @@ __all__ = ["Answer", "CommandError", "Model", "ServeError", "load"]
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
 T = TypeVar("T")
 
-# Fields of the HTTP API that ask for more than the text of one answer.
+# Fields of the HTTP API that ask for more than the text of one answer, or for what a server keeps.
 _ELSEWHERE = (
     *("model", "n", "stream", "stream_options", "echo", "logprobs", "top_logprobs"),
     *("tools", "tool_choice", "return_token_ids", "return_tokens_as_token_ids"),

@@ -54,8 +54,12 @@ def _held(path: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise _in_use(path) from error
-        if not (beside.exists() and os.path.samestat(beside.stat(), os.fstat(lock.fileno()))):
-            raise _in_use(path)  # it was, until just now, by whom this file was removed
+        try:
+            same = os.path.samestat(beside.stat(), os.fstat(lock.fileno()))
+        except FileNotFoundError:
+            same = False
+        if not same:  # it was in use until just now, by whom this file was removed
+            raise _in_use(path)
         try:
             yield
         finally:

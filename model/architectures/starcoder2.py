@@ -48,7 +48,7 @@ class StarCoder2(PlainDecoder):
         window = fields.optional_integer("sliding_window", Most.CONTEXT)
         return replace(
             usual,
-            encoding=rope_from_hf(fields, usual.head_dim, usual.trained_context),
+            encoding=rope_from_hf(fields, usual.head_dim, usual.trained_context, partly=False),
             windows=(window,) * usual.num_layers,
             activation=activation(fields, "hidden_act", "gelu_pytorch_tanh"),
             qkv_bias=bias,

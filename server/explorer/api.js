@@ -66,11 +66,11 @@ class Server {
   }
 }
 
-// Resolves when no button is held down. What is drawn of an answer may stand where that button stood,
-// and a press that ends on another node than it began on is lost.
+// Resolves when nothing is pressed. What is drawn of an answer may stand where that was pressed, and a
+// press that ends on another node than it began on is lost.
 let released = Promise.resolve();
-addEventListener("pointerdown", ({ button }) => {
-  if (button !== 0) return;
+addEventListener("pointerdown", ({ button, target }) => {
+  if (button !== 0 || target.closest("select")) return; // whose list may take the release
   released = new Promise((go) => {
     for (const end of ["pointerup", "pointercancel", "contextmenu"]) addEventListener(end, () => setTimeout(go), { capture: true, once: true });
   });

@@ -315,7 +315,8 @@ class Registry(Models):
             await self._changed.wait()
 
 
-def _later(said: str, seconds: int = RESTART_SECONDS) -> ModelNotLoaded:
+def _later(said: str) -> ModelNotLoaded:
+    seconds = RESTART_SECONDS
     return ModelNotLoaded(f"{said}; send the request again in {seconds} s", retry_after=seconds)
 
 

@@ -63,7 +63,7 @@ def _in_known_formats(schema: Any) -> Any:
         return schema
     found = {}
     for keyword, value in schema.items():
-        if keyword in _TABLES and isinstance(value, Mapping):
+        if keyword in {*_TABLES, "patternProperties"} and isinstance(value, Mapping):
             found[keyword] = {name: _in_known_formats(each) for name, each in value.items()}
         elif keyword in _VALUES:
             found[keyword] = value
@@ -122,7 +122,7 @@ def _composes(schema: Mapping[str, Any]) -> bool:
 
 
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri"}
-_FORMATS |= {"uuid", "unknown"}
+_FORMATS |= {"uuid"}
 _BESIDE = {"not", "if", "dependentSchemas", "$dynamicRef", "oneOf"}
 _OWN = {"properties", "required", "minProperties", "const", "enum"}
 _INSTEAD = {"allOf", "anyOf", "oneOf", "$ref"}

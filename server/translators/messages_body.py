@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from json import dumps
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field, StrictStr, Tag
 
@@ -183,7 +183,7 @@ class OutputConfig(Lenient):
     format: OutputFormat | None = None
 
 
-def refuse_threads(value: object) -> object:
+def _refuse_threads(value: object) -> NoReturn:
     """Raises ThreadsUnsupported."""
     raise ThreadsUnsupported(
         "thread is not supported: send the whole conversation without it", "thread"
@@ -203,7 +203,7 @@ class CountBody(TranslatedBody):
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
     container: Annotated[Any, refused("container", "this server runs no code; leave it out")] = None
-    thread: Annotated[Any, BeforeValidator(refuse_threads)] = None
+    thread: Annotated[Any, BeforeValidator(_refuse_threads)] = None
     mcp_servers: Annotated[Any, refused("mcp_servers", "give its tools as tools", ([],))] = None
     # Without effect: they are about Anthropic's own machines, caches and accounts.
     metadata: Any = None

@@ -414,7 +414,7 @@ class MallocUse(ctypes.Structure):
 
 
 def allocated():
-    """Bytes that malloc has given and not got back.
+    """Bytes that malloc has given and not got back, and those of mappings for huge pages.
 
     What is resident can be more: malloc_trim leaves the top of all arenas but the first, up to
     64 MiB, and which threads' arenas a load uses is a matter of timing.
@@ -422,7 +422,9 @@ def allocated():
     tell = ctypes.CDLL(None).mallinfo2
     tell.restype = MallocUse
     _, _, _, _, mapped, _, _, taken, _, _ = tell().counts
-    return mapped + taken
+    maps = Path("/proc/self/smaps").read_text()
+    huge = re.findall(r"\nSize: +(\d+) kB(?:\n(?!Size:).*)*\nVmFlags:.* hg\b", maps)
+    return mapped + taken + (sum(map(int, huge)) << 10)
 
 
 def all_gone(alive):

@@ -257,6 +257,8 @@ def test_windows_by_layer(kind, changes, windows):
         ("gpt-j", {"layer_norm_epsilon": None}, "layer_norm_epsilon is missing"),
         ("gpt-j", {"n_positions": None}, "n_positions is missing"),
         ("gpt-j", {"architectures": ["GPTJForQuestionAnswering"]}, "only GPTJForCausalLM"),
+        ("starcoder2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supp"),
+        ("starcoder2", {"num_key_value_heads": 7}, "24 query heads cannot share 7 key heads"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(family, changes, saying):

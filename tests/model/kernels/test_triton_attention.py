@@ -18,7 +18,7 @@ SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 def compile():
     """Gives the lines that a process of its own prints, as one cannot interpret kernels as well.
 
-    What has compiled once is kept where the server keeps kernels, and is not compiled again.
+    What has compiled once is kept beside the CPU's kernels, and is not compiled again.
     """
     pytest.importorskip("triton", reason="Triton is not installed")
     shared = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(home() / "kernels" / "triton")}
