@@ -1,12 +1,10 @@
 """What a model wrote reaches the terminal whole, does not control it, and is broken at words."""
 
 import io
-import os
 
 import pytest
 import wcwidth
 
-from ropewalk.server.cli import printing
 from ropewalk.server.cli.printing import Printed, printable
 
 
@@ -49,9 +47,7 @@ class Terminal(io.StringIO):
 
 def lines(text: str, columns: int, monkeypatch: pytest.MonkeyPatch, size: int = 1) -> list[str]:
     """The lines on a terminal for a text that comes in pieces of `size` characters."""
-    monkeypatch.setattr(
-        printing.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24))
-    )
+    monkeypatch.setenv("COLUMNS", str(columns))
     out = Terminal()
     printed = Printed(out)
     for start in range(0, len(text), size):
@@ -92,7 +88,7 @@ def test_words_longer_than_a_line_are_left_to_the_terminal(monkeypatch) -> None:
 
 
 def test_a_word_longer_than_a_line_is_not_held_back(monkeypatch) -> None:
-    monkeypatch.setattr(printing.shutil, "get_terminal_size", lambda: os.terminal_size((10, 24)))
+    monkeypatch.setenv("COLUMNS", "10")
     out = Terminal()
     printed = Printed(out)
     for _ in range(25):
