@@ -353,7 +353,8 @@
           page.attempt(() => explain(index, ids, cursor.text));
         } else if (shown?.found.model !== model.id) {
           const like = page.models.find(({ id }) => id === shown?.found.model)?.vocab_size === model.vocab_size;
-          page.attempt(() => explain(like && shown.text === text.value ? shown.query : undefined));
+          const query = cursor?.text === text.value ? cursor.index : shown?.query; // what was pressed before this model's answer
+          page.attempt(() => explain(like && shown.text === text.value ? query : undefined));
         }
       };
       page.on("model", looked);

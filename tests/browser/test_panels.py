@@ -196,6 +196,7 @@ def test_scores_are_split_as_the_api_says(panel, family):
 
 def test_a_press_counts_although_an_answer_comes_before_the_button_is_released(panel):
     page = panel("position")
+    page.wait_for_selector(".clock[data-pair]")
     page.hover('[data-act="position-token-8"]')
     with page.expect_response("**/v1/positions/explain"):  # what each pair adds for this key
         page.mouse.down()
@@ -204,6 +205,20 @@ def test_a_press_counts_although_an_answer_comes_before_the_button_is_released(p
     page.wait_for_selector('.word.query[data-index="8"]')
     page.hover('[data-act="position-token-3"]')
     page.wait_for_selector(".clock[data-adds]")
+
+
+def test_a_press_counts_although_another_model_has_not_answered_yet(panel):
+    page = panel("position")
+    page.wait_for_selector(".clock[data-pair]")
+    held = []
+    page.route("**/v1/positions/explain", lambda route: held.append(route))
+    page.select_option("#model", "ropewalk-alibi")
+    page.click('[data-act="position-token-8"]')  # the text as the model before saw it
+    while len(held) < 2:
+        page.wait_for_timeout(20)
+    for each in held:
+        each.continue_()
+    page.wait_for_selector('.word.query[data-index="8"]')
 
 
 def test_a_key_is_moved_as_if_text_lay_between(panel, family):
