@@ -32,6 +32,8 @@ class GatedDecoder(Architecture):
     names: stored.Names = stored.HUGGING_FACE
     gguf_names: stored.Names = stored.GGUF
     qk_norm: bool = False
+    norm_order: stored.Order | None = None  # how safetensors store the weights of norms
+    hidden_act: tuple[str, str] = ("hidden_act", "silu")  # the activation's key, and default
     gguf_pairs: bool = False  # q and k rows of GGUF are permuted: rotated pairs are adjacent
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
@@ -67,6 +69,25 @@ class GatedDecoder(Architecture):
         """The same for GGUF, whose metadata never state it; override for another convention."""
         return None
 
+    def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
+        """How queries and keys are rotated, from config.json."""
+        return rotation.rope_from_hf(
+            fields,
+            head_dim,
+            context,
+            kinds=self.rope_kinds,
+            layers=self.rotated_layers(fields, layers),
+            partly=self.rotates_partly,
+        )
+
+    def rope_in_gguf(
+        self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
+    ) -> EncodingSpec:
+        """The same, from GGUF metadata."""
+        rotated = self.rotated_layers_in_gguf(layers)
+        own = f"{self.gguf_name}."
+        return rotation_gguf.rope_from_gguf(fields, own, weights, head_dim, context, layers=rotated)
+
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         fields = self.described_by_hf(fields)
         refuse_foreign(fields, self.model_type, self.model_class, self.adopted)
@@ -78,14 +99,7 @@ class GatedDecoder(Architecture):
         tied = fields.flag("tie_word_embeddings")
         qkv_bias, out_bias, mlp_bias = self.biases(fields)
         context = fields.integer("max_position_embeddings", Most.CONTEXT)
-        encoding = rotation.rope_from_hf(
-            fields,
-            head_dim,
-            context,
-            kinds=self.rope_kinds,
-            layers=self.rotated_layers(fields, layers),
-            partly=self.rotates_partly,
-        )
+        encoding = self.rope(fields, head_dim, context, layers)
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
             hidden_size=width,
@@ -104,7 +118,7 @@ class GatedDecoder(Architecture):
             out_bias=out_bias,
             mlp_bias=mlp_bias,
             qk_norm=self.qk_norm,
-            activation=activation(fields, "hidden_act", "silu"),
+            activation=activation(fields, *self.hidden_act),
         )
         fields.finish(harmless_in_hf(*self.harmless))
         return config
@@ -123,9 +137,7 @@ class GatedDecoder(Architecture):
         if value_dim not in (None, head_dim):
             raise fields.error("attention.value_length differs from attention.key_length")
         context = fields.integer(own + "context_length", Most.CONTEXT)
-        encoding = rotation_gguf.rope_from_gguf(
-            fields, own, weights, head_dim, context, layers=self.rotated_layers_in_gguf(layers)
-        )
+        encoding = self.rope_in_gguf(fields, weights, head_dim, context, layers)
         if self.gguf_pairs:  # the layout's name, where a file gives it
             layout = fields.text(own + "tensor_data_layout")
             if layout not in (None, "Meta AI original pth"):
@@ -153,7 +165,7 @@ class GatedDecoder(Architecture):
         return config
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
-        return stored.decoder(config, self._names(names))
+        return stored.decoder(config, self._names(names), norm_order=self.norm_order)
 
     def _names(self, names: frozenset[str]) -> stored.Names:
         """Embedding models are published as the bare decoder, whose tensors have no prefix."""

@@ -65,6 +65,14 @@ class Transposed:
 
 
 @dataclass(frozen=True, slots=True)
+class LessOne:
+    """Stored as the difference from 1, like the norms of Gemma."""
+
+    def undo(self, tensor: Tensor) -> Tensor:
+        return 1 + tensor.float()  # rounded once, when it is copied to the decoder
+
+
+@dataclass(frozen=True, slots=True)
 class FusedByHead:
     """Rows of q, k and v alternate head by head: [heads, 3, head_dim, ...]."""
 
@@ -96,6 +104,8 @@ class Names:
     gate: str | None = None  # None in a gated MLP: `up` starts with the gate's rows
     q_norm: str | None = None
     k_norm: str | None = None
+    attention_post_norm: str | None = None  # of what attention found, before it is added
+    mlp_post_norm: str | None = None
     embed_norm: str | None = None
     positions: str | None = None  # the learned encoding's table
     project_in: str | None = None
@@ -157,17 +167,18 @@ def decoder(
     names: Names,
     *,
     qkv_orders: Sequence[Order | None] = (),
+    norm_order: Order | None = None,
     transposed: bool = False,
 ) -> Parameters:
     """Every parameter of a Decoder of this shape.
 
-    qkv_orders: row orders for each of `names.qkv`, for weights and biases alike.
-    transposed: the layers' matrices are stored as [inputs, outputs].
+    qkv_orders: row orders for each of `names.qkv`, for weights and biases alike. norm_order: that
+    of all norms' weights. transposed: the layers' matrices are stored as [inputs, outputs].
     """
     found: dict[str, tuple[Stored, ...]] = {}
 
-    def add(parameter: str, stored: str, *shape: int) -> None:
-        found[parameter] = (Stored(stored, shape),)
+    def add(parameter: str, stored: str, *shape: int, order: Order | None = None) -> None:
+        found[parameter] = (Stored(stored, shape, order),)
 
     width, embedded = config.hidden_size, config.embed_width or config.hidden_size
     add("embed.weight", f"{names.embed}.weight", config.vocab_size, embedded)
@@ -193,10 +204,11 @@ def decoder(
                 )
         if config.qk_norm:
             at = f"layers.{layer}.attention."
-            add(f"{at}q_norm.weight", f"{own}{names.q_norm}.weight", config.head_dim)
-            add(f"{at}k_norm.weight", f"{own}{names.k_norm}.weight", config.head_dim)
+            for name, stored_name in {"q_norm": names.q_norm, "k_norm": names.k_norm}.items():
+                stored = f"{own}{stored_name}.weight"
+                add(f"{at}{name}.weight", stored, config.head_dim, order=norm_order)
     for name, stored_name in _norms(config, names).items():
-        add(f"{name}.weight", f"{stored_name}.weight", width)
+        add(f"{name}.weight", f"{stored_name}.weight", width, order=norm_order)
         if config.norm_bias:
             add(f"{name}.bias", f"{stored_name}.bias", width)
     if not config.tied_embeddings:
@@ -215,9 +227,15 @@ def _norms(config: ModelConfig, names: Names) -> dict[str, str | None]:
         found["norm"] = names.norm
     for layer in range(config.num_layers):
         own = names.layer.format(layer)
-        found[f"layers.{layer}.attention_norm"] = own + names.attention_norm
-        if names.mlp_norm is not None:
-            found[f"layers.{layer}.mlp_norm"] = own + names.mlp_norm
+        of_layer = {
+            "attention_norm": names.attention_norm,
+            "attention_post_norm": names.attention_post_norm,
+            "mlp_norm": names.mlp_norm,
+            "mlp_post_norm": names.mlp_post_norm,
+        }
+        for name, stored_name in of_layer.items():
+            if stored_name is not None:
+                found[f"layers.{layer}.{name}"] = own + stored_name
     return found
 
 

@@ -51,6 +51,8 @@ class RoPE(PositionalEncoding):
         "dynamic, yarn, longrope, llama3, proportional or factors) and that type's parameters; "
         "default none",
         "layers": "indices of the layers whose queries and keys are rotated; default all",
+        "elsewhere": "how the other layers are rotated: an object with base, width, layout and "
+        "perhaps scaling; default not at all",
         "storage": "how stored keys are rotated: absolute (by their position), raw (not at all) or "
         "block (by their offset within the block); default absolute",
     }
@@ -70,6 +72,7 @@ class RoPE(PositionalEncoding):
         device: torch.device,
         scaling: Scaling | None = None,
         layers: Sequence[int] | None = None,
+        elsewhere: "RoPE | None" = None,
         storage: KeyStorage = KeyStorage.ABSOLUTE,
     ) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ class RoPE(PositionalEncoding):
         self.layers = None if layers is None else frozenset(layers)
         self.key_storage = storage
         self.max_positions = context
-        self.unrotated = PositionalEncoding()  # for layers that are not rotated
+        self.elsewhere = elsewhere or PositionalEncoding()  # that of the other layers
         self.frequencies = self.frequencies_at(context)
         # The factor on the norms of queries and keys. The tables include it, so moving a stored
         # key must not apply it again.
@@ -106,8 +109,8 @@ class RoPE(PositionalEncoding):
         """
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
-                "rope takes the options base, width and layout, and optionally scaling, layers "
-                f"and storage, but got {sorted(options)}."
+                "rope takes the options base, width and layout, and optionally scaling, layers, "
+                f"elsewhere and storage, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
         need_table("rope", context, width // 2)
@@ -130,6 +133,15 @@ class RoPE(PositionalEncoding):
             raise EncodingError(
                 f"rope's storage must be one of {', '.join(KeyStorage)}, but is {storage!r}."
             )
+        elsewhere = options.get("elsewhere")
+        if elsewhere is not None:
+            own = {"layers", "elsewhere", "storage"}
+            if layers is None or not isinstance(elsewhere, Mapping) or own & elsewhere.keys():
+                raise EncodingError(
+                    "rope's elsewhere needs layers, and has itself only base, width, layout and "
+                    f"scaling, but is {elsewhere!r}."
+                )
+            elsewhere = cls.create({**elsewhere, "storage": storage}, config, context, device)
         return cls(
             base=base,
             width=width,
@@ -138,6 +150,7 @@ class RoPE(PositionalEncoding):
             device=device,
             scaling=None if scaling is None else scaling_from(scaling),
             layers=layers,
+            elsewhere=elsewhere,
             storage=KeyStorage(storage),
         )
 
@@ -149,7 +162,8 @@ class RoPE(PositionalEncoding):
         tensors = {"cos": self.cos, "sin": self.sin, "frequencies": self.frequencies}
         if self.left is not None:
             tensors |= {"left.cos": self.left.cos, "left.sin": self.left.sin}
-        return tensors
+        others = self.elsewhere.fixed_tensors()
+        return tensors | {f"elsewhere.{name}": tensor for name, tensor in others.items()}
 
     def frequencies_at(self, length: int) -> Tensor:
         """[width / 2] radians per position that the published model uses at this length.
@@ -196,7 +210,7 @@ class RoPE(PositionalEncoding):
         return self.left
 
     def for_layer(self, layer: int) -> PositionalEncoding:
-        return self if self.rotates(layer) else self.unrotated
+        return self if self.rotates(layer) else self.elsewhere
 
     def capability(self, op: Op, dtype: torch.dtype) -> Capability:
         """Moving a key that carries its position's rotation requires rotating it further."""
@@ -225,10 +239,17 @@ class RoPE(PositionalEncoding):
         block, and the new key; a kernel may rotate each block's keys instead when they are fewer
         than the queries that attend to them.
         """
-        seen = config.seen(context)
-        keys = [seen[layer] for layer in range(config.num_layers) if self.rotates(layer)]
-        if not keys:
-            return NO_WORK
+        by_rule: dict[PositionalEncoding, list[int]] = {}
+        for layer, keys in enumerate(config.seen(context)):
+            by_rule.setdefault(self.for_layer(layer), []).append(keys)
+        total = NO_WORK
+        for own, seen in by_rule.items():
+            if isinstance(own, RoPE):
+                total += own._work(config, seen, block_size)
+        return total
+
+    def _work(self, config: ModelConfig, keys: Sequence[int], block_size: int) -> PositionalWork:
+        """Of layers that see so many keys."""
         match self.key_storage:
             case KeyStorage.ABSOLUTE:
                 queries, rotated, angles = len(keys), len(keys), 1

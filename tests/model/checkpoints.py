@@ -74,6 +74,24 @@ def starcoder2(**changes):
     return transformers.Starcoder2Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
 
 
+def gemma3(**changes):
+    """Every third layer sees all keys; two key heads for four query heads, wider than usual."""
+    shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "head_dim": 14}
+    rotations = {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1234.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
+    }
+    more = {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "sliding_window": 19,
+        "sliding_window_pattern": 3,
+        "query_pre_attn_scalar": 14,
+        "rope_parameters": rotations,
+    }
+    return transformers.Gemma3TextConfig(**COMMON | shape | more | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -103,7 +121,8 @@ def save(model, folder, **options):
 
 
 def gguf_architecture(config):
-    name = {"mistral": "llama", "gpt_neox": "gptneox"}.get(config.model_type, config.model_type)
+    others = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
+    name = others.get(config.model_type, config.model_type)
     return next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == name)
 
 
@@ -132,6 +151,8 @@ def stored_values(name, values, config):
     if "query_key_value" in name:  # head by head in transformers, all of q first in GGUF
         parts = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
         return parts.swapaxes(0, 1).reshape(values.shape)
+    if config.model_type == "gemma3_text" and "norm" in name:
+        return 1 + values
     if config.model_type == "gpt2" and re.search(r"\.c_\w+\.weight$", name):
         return values.T  # stored the other way round by transformers
     return values
@@ -214,13 +235,18 @@ def describe_gated(writer, config):
     head_dim = getattr(config, "head_dim", None)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if config.model_type in ("llama", "mistral"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
+        writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
 
 
 def describe_plain(writer, config):
@@ -249,6 +275,7 @@ def describe_plain(writer, config):
 def describe_rotation(writer, model):
     """How frequencies are scaled; of Phi-3 also its window and how much of a head turns."""
     config, rope = model.config, getattr(model.config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
     if rope.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])

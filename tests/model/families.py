@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import transformers
 
 from tests.model import plain
-from tests.model.checkpoints import llama, mistral, phi3, qwen2, qwen3, smollm3, starcoder2
+from tests.model.checkpoints import gemma3, llama, mistral, phi3, qwen2, qwen3, smollm3, starcoder2
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
 
 
@@ -36,6 +36,7 @@ ORIGINAL = 16  # positions before any scaling; logits are compared to four times
 YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL, "beta_fast": 2.5}
 BANDS = {"factor": 8.0, "low_freq_factor": 0.4, "high_freq_factor": 2.0}
 SCALED = {"context": 96, "lengths": (75, 3, 1, 40, 66), "prompt": 9}
+ALL = ("reference", "cpu", "one call")
 WINDOWS = {
     "attention_bias": True,
     "tie_word_embeddings": True,
@@ -105,9 +106,12 @@ GATED = {
     ),
     "smollm3-yarn": row(smollm3(**rope("yarn", **YARN)), **SCALED),
     "smollm3-unrotated": row(smollm3(no_rope_layers=[0] * 5), **SCALED),
+    "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
+    "gemma3-biases-untied-scale": row(
+        gemma3(attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=9), **SCALED
+    ),
 }
 
-ALL = ("reference", "cpu", "one call")
 PLAIN = {"context": 256, "lengths": (1, 160, 17, 2, 64), "tolerance": 2e-4}
 LAYER_NORMS = {
     "bloom": row(bloom(), *ALL, answer=32, **PLAIN),

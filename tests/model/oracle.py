@@ -5,6 +5,7 @@ no batch, no hooks. So the two agree only if both are right, or wrong in the sam
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -165,7 +166,12 @@ class Rotary(NoPosition):
     def turned(self, layer, x, positions):
         options = self.options
         if layer not in (options.get("layers") or range(self.config.num_layers)):
-            return x
+            others = options.get("elsewhere")
+            if others is None:
+                return x
+            spec = replace(self.config.encoding, options=others)
+            rule = type(self)(replace(self.config, encoding=spec), self.weights, self.tables)
+            return rule.turned(layer, x, positions)
         width, growth = options["width"], self.growth()
         y = x.clone()
         for i in range(width // 2):

@@ -258,8 +258,8 @@ def wider(spec):
     return replace(spec, window=None if spec.window is None else spec.window + 1)
 
 
-ROTARY = ("rope", "rope-interleaved", "rope-partial", "rope-scaled", "rope-slowed")
-RAW = ("rope-raw", "rope-raw-scaled")
+ROTARY = ("rope", "rope-interleaved", "rope-partial", "rope-scaled", "rope-slowed", "rope-by-layer")
+RAW = ("rope-raw", "rope-raw-scaled", "rope-raw-by-layer")
 IN_BLOCKS = ("rope-block", "rope-block-partial", "rope-block-scaled")
 SLOPES = ("alibi", "alibi-rounded")
 TABLES = ("t5", "t5-per-layer", "t5-table")
@@ -283,13 +283,20 @@ MISTAKES = {
         ["rope-scaled", "rope-slowed", "rope-raw-scaled", "rope-block-scaled"],
     ),
     "every-layer-turned": Mistake(in_options(layers=[0, 1, 2]), ["rope-scaled"]),
+    "all-layers-turned-alike": Mistake(
+        in_options(layers=[0, 1, 2]), ["rope-by-layer", "rope-raw-by-layer"]
+    ),
+    "others-not-turned": Mistake(
+        in_options(elsewhere=None), ["rope-by-layer", "rope-raw-by-layer"]
+    ),
     "bias-max-ignored": Mistake(in_options(bias_max=8), ["alibi-rounded"]),
     "queries-one-off": Mistake(in_layers(QueriesOneOff), ROTARY),
     "rotation-dropped": Mistake(in_attention(rotation=no_rotation), [*RAW, *IN_BLOCKS]),
     "other-storage": Mistake(in_attention(rotation=other_storage), [*RAW, *IN_BLOCKS]),
     "queries-not-grown": Mistake(in_attention(rotation=not_grown), ["rope-block-scaled"]),
     "queries-grown-again": Mistake(
-        in_attention(rotation=grown_again), ["rope-raw-scaled", "rope-block-scaled"]
+        in_attention(rotation=grown_again),
+        ["rope-raw-scaled", "rope-raw-by-layer", "rope-block-scaled"],
     ),
     "offsets-from-positions": Mistake(
         in_batch(offsets_from_positions),

@@ -30,6 +30,10 @@ CPU = torch.device("cpu")
 CONTEXT = 256
 ROPE = {"base": 10000.0, "width": 8, "layout": "half"}
 YARN = {"type": "yarn", "factor": 4.0, "original_context": 64}
+BY_LAYER = {
+    "layers": [1],
+    "elsewhere": {"base": 90.0, "width": 6, "layout": "interleaved", "scaling": YARN},
+}
 T5 = {"buckets": 32, "max_distance": 128}
 
 CONFIG = ModelConfig(
@@ -121,11 +125,13 @@ ENCODINGS = {
     "rope-partial": EncodingSpec("rope", ROPE | {"width": 4}),
     "rope-scaled": EncodingSpec("rope", ROPE | {"scaling": YARN, "layers": [0, 2]}),
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
+    "rope-by-layer": EncodingSpec("rope", ROPE | BY_LAYER),
     "rope-raw": EncodingSpec("rope", ROPE | {"storage": "raw"}),
     "rope-raw-scaled": EncodingSpec(
         "rope",
         ROPE | {"storage": "raw", "scaling": YARN, "layers": [0, 2], "layout": "interleaved"},
     ),
+    "rope-raw-by-layer": EncodingSpec("rope", ROPE | BY_LAYER | {"storage": "raw"}),
     "rope-block": EncodingSpec(WIDE_ROPE, ROPE | {"storage": "block"}),
     "rope-block-partial": EncodingSpec(
         WIDE_ROPE, ROPE | {"storage": "block", "width": 4, "layout": "interleaved"}

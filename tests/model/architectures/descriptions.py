@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ropewalk.model.architectures import gemma3_text
 from ropewalk.model.architectures.base import by_gguf_name, by_model_type
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.config import EncodingSpec, ModelConfig
@@ -52,8 +53,8 @@ GATED = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
-# In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b, gpt-j-6b and
-# starcoder2-3b, whose spellings are older than today's.
+# In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b, gpt-j-6b,
+# starcoder2-3b and gemma-3-270m, whose spellings are older than today's.
 PLAIN = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("published/*"))}
 HF = {
     name: GATED | differs
@@ -130,6 +131,12 @@ GPTJ = {
     "activation": "gelu_tanh",
     "head_bias": True,
 }
+GEMMA3 = {
+    "qk_norm": True,
+    "tied_embeddings": True,
+    "activation": "gelu_tanh",
+    "block": gemma3_text.block,
+}
 STARCODER2 = BIASES | {"activation": "gelu_tanh", "num_kv_heads": 2}
 EXPECTED = {
     "llama": GATED_CONFIG,
@@ -158,6 +165,33 @@ EXPECTED = {
         tied_embeddings=True,
     ),
 }
+
+
+def by_layer(windows, width, far=1e6, near=1e4, **scaled):
+    """Where a layer without a window rotates by a base of its own."""
+    full = [layer for layer, window in enumerate(windows) if window is None]
+    elsewhere = rope(near, width).options
+    return {
+        "windows": windows,
+        "encoding": rope(far, width, layers=full, elsewhere=elsewhere, **scaled),
+    }
+
+
+EXPECTED["gemma3"] = ModelConfig(
+    vocab_size=262144,
+    hidden_size=640,
+    num_layers=18,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    intermediate_size=2048,
+    norm_eps=1e-6,
+    trained_context=32768,
+    embed_scale=640**0.5,
+    attention_scale=1 / 16,
+    **GEMMA3,
+    **by_layer((512, 512, 512, 512, 512, None) * 3, 256),
+)
 
 
 def hf(family="llama", stored=(), **changes):
@@ -202,6 +236,7 @@ OWN_GGUF = {
     "mpt": PLAIN_GGUF | {"attention.max_alibi_bias": 8.0},
     "gptneox": PLAIN_GGUF | {"rope.dimension_count": 4, "use_parallel_residual": True},
     "gptj": PLAIN_GGUF | {"rope.dimension_count": 4},
+    "gemma3": GGUF | {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
     "starcoder2": PLAIN_GGUF | {"attention.head_count_kv": 2, "rope.freq_base": 1e5},
 }
 TENSORS = {"token_embd.weight": (99, 48), "output.weight": (99, 48)}
@@ -215,6 +250,12 @@ EXPECTED_GGUF = {
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),
     "gptj": plain(2, 6, 48, 99, **GPTJ, encoding=rope(1e4, 4, "interleaved")),
+    "gemma3": replace(
+        GATED_CONFIG,
+        embed_scale=48**0.5,
+        attention_scale=8**-0.5,
+        **GEMMA3 | by_layer((8, None, 8), 8, far=5e5),
+    ),
     "starcoder2": plain(2, 6, 48, 99, **STARCODER2, encoding=rope(1e5, 8)),
 }
 
@@ -226,7 +267,7 @@ def from_gguf(arch="llama", tensors=None, stored=None, elsewhere=None, **own):
     with the architecture's name. own: metadata whose keys do.
     """
     if tensors is None:
-        tensors = TIED if arch in ("bloom", "mpt") else TENSORS
+        tensors = TIED if arch in ("bloom", "mpt", "gemma3") else TENSORS
     values = {
         f"{arch}.{key}": value for key, value in changed(OWN_GGUF.get(arch, GGUF), own).items()
     }

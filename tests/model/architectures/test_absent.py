@@ -72,7 +72,12 @@ def test_defaults_are_those_of_transformers(family):
         if what.by != TRANSFORMERS or key == "decoder_start_token_id":
             continue  # the latter is told by T5's documentation
         if key in ("rope_theta", "rotary_emb_base"):
-            theirs = config.rope_parameters["rope_theta"]
+            rotations = config.rope_parameters
+            theirs = rotations.get("full_attention", rotations)["rope_theta"]
+        elif key == "rope_local_base_freq":
+            theirs = config.rope_parameters["sliding_attention"]["rope_theta"]
+        elif key == "sliding_window_pattern":
+            theirs = config.layer_types.index("full_attention") + 1
         elif key == "original_max_position_embeddings":
             theirs = config.rope_parameters[key]
         else:

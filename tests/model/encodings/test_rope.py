@@ -181,6 +181,28 @@ def test_layers_that_turn():
     assert all(everywhere.for_layer(layer) is everywhere for layer in range(3))
 
 
+def test_layers_that_turn_otherwise():
+    """As an encoding of their own would turn them, in every storage; what is fixed is checked."""
+    others = {"base": 90.0, "width": 6, "layout": "interleaved"}
+    q, k = heads(8)
+    positions = torch.arange(1, 1 + len(POSITIONS))
+    for storage in KeyStorage:
+        options = ROPE | {"layers": [0, 2], "storage": storage}
+        rope = create(EncodingSpec("rope", options | {"elsewhere": others}), CONFIG, 16, CPU)
+        alone = create(EncodingSpec("rope", others | {"storage": storage}), CONFIG, 16, CPU)
+        found = rope.for_layer(1)
+        assert found.key_storage is storage and rope.for_layer(0) is rope.for_layer(2) is rope
+        expected = alone.rotate(q, k, positions, OFFSETS)
+        for one, other in zip(found.rotate(q, k, positions, OFFSETS), expected, strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(found.shift(k, 3), alone.shift(k, 3))
+        told = rope.fixed_tensors()
+        assert all(
+            torch.equal(told[f"elsewhere.{name}"], tensor)
+            for name, tensor in alone.fixed_tensors().items()
+        )
+
+
 def test_a_decoder_turns_in_those_layers_alone():
     """One more layer that turns gives other logits; none that turns gives those of NoPE."""
     tokens = list(range(20))
@@ -203,6 +225,11 @@ def test_work_is_the_same_at_every_length():
     )
     still = create(EncodingSpec("rope", ROPE | {"layers": []}), CONFIG, 16, CPU)
     assert still.work(CONFIG, 9, 16) == PositionalWork()
+    others = {"elsewhere": ROPE | {"width": 2}}
+    both = create(EncodingSpec("rope", options | others), CONFIG, 16, CPU)
+    assert both.work(CONFIG, 9, 16) == rope.work(CONFIG, 9, 16) + PositionalWork(
+        rotations=6 + 2, flops=(6 + 2) * 3 * 2, bytes=2 * 4
+    )
 
 
 def test_work_by_storage():
@@ -281,6 +308,10 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"factor": 2.0}, "takes the options base, width and layout, and optionally scaling"),
         ({"layers": [0, 3]}, r"indices from 0 to 2, but are \[0, 3\]"),
         ({"scaling": {"type": "ntk"}}, "'ntk'"),
+        ({"elsewhere": ROPE}, "elsewhere needs layers"),
+        ({"layers": [0], "elsewhere": ROPE | {"storage": "raw"}}, "has itself only base, width"),
+        ({"layers": [0], "elsewhere": {"base": 5.0}}, "takes the options base, width and layout"),
+        ({"layers": [0], "elsewhere": [1]}, r"but is \[1\]"),
         ({"storage": "page"}, "storage must be one of absolute, raw, block, but is 'page'"),
     ],
 )

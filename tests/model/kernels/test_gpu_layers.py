@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ropewalk.model.architectures import gemma3_text
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.decoder import Decoder
@@ -31,6 +32,7 @@ SHAPES = {
     "norms of queries": {"qk_norm": True},
     "parallel": {"block": "parallel"},
     "norms last": {"block": "post_norm"},
+    "norms around": {"block": gemma3_text.block, "qk_norm": True},
     "in any order": {"block": in_any_order},
     "in 8 bits": {},
 }
@@ -69,7 +71,10 @@ def steps():
     ]
 
 
-KINDS = ("rope", "rope-scaled", "rope-raw", "rope-block", "alibi", "t5", "learned", "nope")
+KINDS = (
+    *("rope", "rope-scaled", "rope-raw", "rope-by-layer", "rope-block"),
+    *("alibi", "t5", "learned", "nope"),
+)
 
 
 # An encoding is embedded, rotated or added in ops of its own, whatever the others are: each of them

@@ -1,0 +1,160 @@
+"""Gemma 3, its text alone: two rotations by kind of layer, and norms around attention and MLP."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+from ropewalk.model.architectures import rotation, stored
+from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, Most
+from ropewalk.model.architectures.fields import Absent, Fields, by
+from ropewalk.model.architectures.gated import GatedDecoder
+from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.program import Op
+from ropewalk.model.recipes import ADD, Layer
+from ropewalk.model.weights.base import WeightFile
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def block(layer: Layer) -> Iterator[Op]:
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+    yield layer.norm("attention_norm")
+    yield from layer.attention()
+    yield layer.norm("attention_post_norm", "d", "d")
+    yield ADD
+    yield layer.norm("mlp_norm")
+    yield from layer.mlp()
+    yield layer.norm("mlp_post_norm", "d", "d")
+    yield ADD
+
+
+class Gemma3Text(GatedDecoder):
+    model_type = "gemma3_text"
+    model_class = "Gemma3ForCausalLM"
+    gguf_name = "gemma3"
+    names = replace(
+        stored.HUGGING_FACE,
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_post_norm="post_feedforward_layernorm",
+    )
+    gguf_names = replace(
+        stored.GGUF, attention_post_norm="post_attention_norm", mlp_post_norm="post_ffw_norm"
+    )
+    qk_norm = True
+    norm_order = stored.LessOne()  # in safetensors; GGUF files have the sum
+    hidden_act = ("hidden_activation", "gelu_pytorch_tanh")
+    absent: ClassVar[Absent] = by(
+        TRANSFORMERS,
+        vocab_size=262208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-6,
+        query_pre_attn_scalar=256,
+        rope_theta=1e6,
+        rope_local_base_freq=1e4,
+        sliding_window=4096,
+        sliding_window_pattern=6,
+    )
+    absent_in_gguf: ClassVar[Absent] = GatedDecoder.absent_in_gguf | by(
+        LLAMA_CPP, **{"rope.freq_base_swa": 1e4, "attention.sliding_window_pattern": 6}
+    )
+
+    def head_dim(self, fields: Fields) -> int | None:
+        return fields.integer("head_dim", Most.HEAD_DIM)
+
+    def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
+        attention = bool(fields.flag("attention_bias"))
+        return attention, attention, False
+
+    def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        fields = self.described_by_hf(fields)
+        scalar = fields.number("query_pre_attn_scalar")
+        return _gemma(super().config_from_hf(fields, weights), scalar**-0.5)
+
+    def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
+        config = super().config_from_gguf(fields, weights)
+        # The metadata have no key for the scale: readers know the largest model by its layers.
+        largest = config.num_layers == 62
+        dim = config.hidden_size // config.num_heads if largest else config.head_dim
+        return _gemma(replace(config, activation="gelu_tanh"), dim**-0.5)
+
+    def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        window = fields.integer("sliding_window", Most.CONTEXT)
+        full = _full_layers(fields, layers)
+        return tuple(None if layer in full else window for layer in range(layers))
+
+    def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
+        full = _full_layers(fields, layers)
+        kinds = fields.section("rope_parameters")
+        if kinds is None:
+            far = rotation.rope_from_hf(fields, head_dim, context, partly=False)
+            base = fields.number("rope_local_base_freq")
+            near = rotation.rope_spec(fields, base, head_dim)
+        else:
+            far, near = (
+                rotation.rope_from_hf(
+                    Fields(kinds.where, {"rope_parameters": kinds.get(kind)}, absent),
+                    head_dim,
+                    context,
+                    partly=False,
+                )
+                for kind, absent in {
+                    FULL: by(TRANSFORMERS, rope_theta=1e6),
+                    SLIDING: by(TRANSFORMERS, rope_theta=1e4),
+                }.items()
+            )
+            kinds.finish()
+        return _by_layer(far, full, near)
+
+    def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        window = fields.optional_integer("gemma3.attention.sliding_window", Most.CONTEXT)
+        full = _full_layers_in_gguf(fields, layers)
+        return tuple(None if layer in full else window for layer in range(layers))
+
+    def rope_in_gguf(
+        self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
+    ) -> EncodingSpec:
+        far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
+        base = fields.number("gemma3.rope.freq_base_swa")
+        near = rotation.rope_spec(fields, base, far.options["width"])
+        return _by_layer(far, _full_layers_in_gguf(fields, layers), near)
+
+
+def _gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
+    return replace(
+        config,
+        block=block,
+        attention_scale=attention_scale,
+        embed_scale=math.sqrt(config.hidden_size),
+    )
+
+
+def _by_layer(far: EncodingSpec, full: Sequence[int], near: EncodingSpec) -> EncodingSpec:
+    """far: the rotation of the full layers; near: that of the others."""
+    return replace(far, options=far.options | {"layers": list(full), "elsewhere": near.options})
+
+
+def _full_layers(fields: Fields, layers: int) -> Sequence[int]:
+    """Layers whose queries see all keys, from config.json."""
+    types = fields.texts("layer_types")
+    fields.get("sliding_window_pattern")
+    if types is None:
+        every = fields.integer("sliding_window_pattern", Most.LAYERS)
+        return range(every - 1, layers, every)
+    if len(types) != layers or not {*types} <= {FULL, SLIDING}:
+        raise fields.error(f"layer_types must have {FULL} or {SLIDING} once for each layer")
+    return [layer for layer in range(layers) if types[layer] == FULL]
+
+
+def _full_layers_in_gguf(fields: Fields, layers: int) -> Sequence[int]:
+    if fields.get("gemma3.attention.sliding_window") is None:
+        return range(layers)
+    every = fields.integer("gemma3.attention.sliding_window_pattern", Most.LAYERS)
+    return range(every - 1, layers, every)
