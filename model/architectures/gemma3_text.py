@@ -32,7 +32,7 @@ def block(layer: Layer) -> Iterator[Op]:
 class Gemma3Text(GatedDecoder):
     model_type = "gemma3_text"
     model_class = "Gemma3ForCausalLM"
-    gguf_name = "gemma3"
+    gguf_name: str | None = "gemma3"
     names = replace(
         stored.HUGGING_FACE,
         attention_post_norm="post_attention_layernorm",

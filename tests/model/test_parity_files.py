@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ropewalk.model.config import EncodingSpec
@@ -124,6 +125,26 @@ def test_other_tensors_are_refused(name, tmp_path):
 def renamed(tensors):
     """The head as transformers calls it in memory."""
     return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_the_text_of_a_model_with_images(older, tmp_path):
+    row = FAMILIES["gemma3"]
+    text, eyes = drawn(row.config), {"hidden_size": 8, "intermediate_size": 8, "image_size": 28}
+    model = transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config=row.config.to_dict(),
+            vision_config=eyes | {"num_hidden_layers": 1, "num_attention_heads": 1},
+        )
+    )
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    checkpoints.save(model, tmp_path, save_original_format=older)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("language_model.model.") for name in names) == older
+    check_folder(tmp_path, text, row)
+    with_description(tmp_path, lambda values: values.pop("text_config"))
+    with pytest.raises(CheckpointError, match="text_config is missing"):
+        open_checkpoint(tmp_path)
 
 
 def test_both_names_of_the_head(tmp_path):

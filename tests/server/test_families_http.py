@@ -23,7 +23,8 @@ CONFIGS = {row.config.model_type: row.config for row in reversed(FAMILIES.values
     "bloom": plain.bloom(tie_word_embeddings=False),
     "falcon": plain.falcon(num_attention_heads=4, hidden_size=32, num_hidden_layers=1),
 }
-ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk"}  # test_encoder_decoder.py, test_saving.py
+# test_encoder_decoder.py, test_saving.py, test_parity_files.py
+ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk", "gemma3"}
 PROMPTS = [list(b"To be"), list(b"the rope is long, and the walk is longer")]
 
 

@@ -54,7 +54,7 @@ GATED = {
     "tie_word_embeddings": False,
 }
 # In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b, gpt-j-6b,
-# starcoder2-3b and gemma-3-270m, whose spellings are older than today's.
+# starcoder2-3b, gemma-3-270m and gemma-3-4b-it, whose spellings are older than today's.
 PLAIN = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("published/*"))}
 HF = {
     name: GATED | differs
@@ -191,6 +191,22 @@ EXPECTED["gemma3"] = ModelConfig(
     attention_scale=1 / 16,
     **GEMMA3,
     **by_layer((512, 512, 512, 512, 512, None) * 3, 256),
+)
+EXPECTED["gemma3-4b"] = replace(
+    EXPECTED["gemma3"],
+    vocab_size=262208,
+    hidden_size=2560,
+    num_layers=34,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=10240,
+    trained_context=131072,
+    embed_scale=2560**0.5,
+    **by_layer(
+        (*(1024, 1024, 1024, 1024, 1024, None) * 5, 1024, 1024, 1024, 1024),
+        256,
+        scaling={"type": "linear", "factor": 8.0},
+    ),
 )
 
 
