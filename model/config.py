@@ -58,6 +58,7 @@ class ModelConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before the encoding
+    qk_norm_whole: bool = False  # or over all heads at once, each column with its own weight
     norm: NormKind = "rms"
     norm_bias: bool = False
     activation: Activation = "silu"
@@ -69,6 +70,12 @@ class ModelConfig:
     embed_width: int | None = None  # of the embedding, when projected to `hidden_size` and back
     attention_scale: float | None = None  # factor on q · k; None: 1 / sqrt(head_dim)
     qkv_clip: float | None = None  # q, k and v are clamped to ± this
+
+    @property
+    def qk_norm_widths(self) -> tuple[int, int]:
+        """How many columns each norm of `qk_norm` is over: of queries and of keys."""
+        heads = (self.num_heads, self.num_kv_heads) if self.qk_norm_whole else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     def seen(self, context: int) -> list[int]:
         """For each layer, to how many of `context` keys the newest token attends."""

@@ -57,8 +57,9 @@ class Layer:
         if config.qkv_clip is not None:
             yield Clip("q k v", "q k v", config.qkv_clip)
         if config.qk_norm:
-            yield Norm("q", "q", f"{at}q_norm", dim, config.norm_eps)
-            yield Norm("k", "k", f"{at}k_norm", dim, config.norm_eps)
+            of_q, of_k = config.qk_norm_widths
+            yield Norm("q", "q", f"{at}q_norm", of_q, config.norm_eps)
+            yield Norm("k", "k", f"{at}k_norm", of_k, config.norm_eps)
         yield Rotate("q k", "q k", dim, self.encoding)
         yield Store("k v", "", dim, self.index)
         yield self._attend(self.encoding, crosses=False)

@@ -160,6 +160,7 @@ READERS: dict[str, Reader] = {
     "mlp_bias": Fields.flag,
     "head_bias": Fields.flag,
     "qk_norm": Fields.flag,
+    "qk_norm_whole": Fields.flag,
     "norm": _one_of(get_args(NormKind)),
     "norm_bias": Fields.flag,
     "activation": _one_of(get_args(Activation)),

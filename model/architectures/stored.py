@@ -203,10 +203,9 @@ def decoder(
                     Stored(f"{own}{piece}.bias", (rows,), order) for piece, rows, order in pieces
                 )
         if config.qk_norm:
-            at = f"layers.{layer}.attention."
-            for name, stored_name in {"q_norm": names.q_norm, "k_norm": names.k_norm}.items():
-                stored = f"{own}{stored_name}.weight"
-                add(f"{at}{name}.weight", stored, config.head_dim, order=norm_order)
+            at, (of_q, of_k) = f"layers.{layer}.attention.", config.qk_norm_widths
+            add(f"{at}q_norm.weight", f"{own}{names.q_norm}.weight", of_q, order=norm_order)
+            add(f"{at}k_norm.weight", f"{own}{names.k_norm}.weight", of_k, order=norm_order)
     for name, stored_name in _norms(config, names).items():
         add(f"{name}.weight", f"{stored_name}.weight", width, order=norm_order)
         if config.norm_bias:

@@ -92,6 +92,12 @@ def gemma3(**changes):
     return transformers.Gemma3TextConfig(**COMMON | shape | more | changes)
 
 
+def olmo2(**changes):
+    """Two key heads for six query heads."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    return transformers.Olmo2Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

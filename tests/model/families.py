@@ -8,7 +8,17 @@ from dataclasses import dataclass
 import transformers
 
 from tests.model import plain
-from tests.model.checkpoints import gemma3, llama, mistral, phi3, qwen2, qwen3, smollm3, starcoder2
+from tests.model.checkpoints import (
+    gemma3,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+    starcoder2,
+)
 from tests.model.plain import bloom, falcon, gpt2, gpt_neox, gptj, mpt, opt, xglm
 
 
@@ -44,6 +54,7 @@ WINDOWS = {
     "sliding_window": 6,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+ALL = ("reference", "cpu", "one call")
 GATED = {
     "llama": row(llama(), "gguf"),
     "llama-tied": row(llama(tie_word_embeddings=True, num_key_value_heads=1), "gguf", answer=64),
@@ -109,6 +120,17 @@ GATED = {
     "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3-biases-untied-scale": row(
         gemma3(attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=9), **SCALED
+    ),
+    "olmo2": row(olmo2(), "gguf", *ALL, answer=32),
+    "olmo2-biases-tied-scaled": row(
+        olmo2(
+            **rope("yarn", **YARN),
+            attention_bias=True,
+            tie_word_embeddings=True,
+            num_key_value_heads=6,
+        ),
+        "one call",
+        **SCALED,
     ),
 }
 

@@ -84,13 +84,17 @@ class _Model:
         projected = self.linear(f"{at}qkv", x)
         if config.qkv_clip is not None:
             projected = projected.clip(-config.qkv_clip, config.qkv_clip)
+        if config.qk_norm_whole:
+            q, k, v = projected.split([heads * size, groups * size, groups * size], dim=1)
+            q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
+            projected = torch.cat([q, k, v], dim=1)
         vectors = [projected[:, i * size : (i + 1) * size] for i in range(heads + 2 * groups)]
         bias = rule.bias(layer, positions)
         gathered = []
         for head in range(heads):
             group = head * groups // heads
             q, k, v = vectors[head], vectors[heads + group], vectors[heads + groups + group]
-            if config.qk_norm:
+            if config.qk_norm and not config.qk_norm_whole:
                 q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
             q, k = rule.turned(layer, q, positions), rule.turned(layer, k, positions)
             scores = q @ k.T * scale

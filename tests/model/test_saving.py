@@ -58,6 +58,7 @@ FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "mlp_bias": {"mlp_bias": True},
     "head_bias": {"head_bias": True},
     "qk_norm": {"qk_norm": True},
+    "qk_norm_whole": {"qk_norm": True, "qk_norm_whole": True},
     "norm": {"norm": "layer"},
     "norm_bias": {"norm": "layer", "norm_bias": True},
     "activation": {"activation": "relu"},

@@ -9,6 +9,7 @@ import torch
 from ropewalk.model.architectures import gemma3_text
 from ropewalk.model.architectures.base import by_gguf_name, by_model_type
 from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.olmo2 import norm_of_added
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from tests.model import refusals
 
@@ -73,6 +74,7 @@ HF = {
             "architectures": ["SmolLM3ForCausalLM"],
             "no_rope_layers": [1, 1, 0],
         },
+        "olmo2": {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]},
     }.items()
 } | {name: json.loads(text) for name, text in PLAIN.items()}
 
@@ -145,6 +147,7 @@ EXPECTED = {
     "qwen3": replace(GATED_CONFIG, qk_norm=True),
     "phi3": GATED_CONFIG,
     "smollm3": replace(GATED_CONFIG, encoding=EncodingSpec("rope", ROPE | {"layers": [0, 1]})),
+    "olmo2": replace(GATED_CONFIG, qk_norm=True, qk_norm_whole=True, block=norm_of_added),
     "bloom": plain(24, 16, 1024, 250880, **BLOOM, trained_context=4096),
     "mpt": plain(32, 32, 4096, 50432, **MPT),
     "falcon": plain(24, 32, 2048, 50304, **MPT | BIASES | ROUNDED),
@@ -262,6 +265,7 @@ EXPECTED_GGUF = {
     "qwen2": EXPECTED["qwen2"],
     "qwen3": EXPECTED["qwen3"],
     "phi3": GATED_CONFIG,
+    "olmo2": EXPECTED["olmo2"],
     "bloom": plain(2, 6, 48, 99, **BLOOM),
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),

@@ -39,6 +39,7 @@ CASES = {
     "gpt_neox": {"rope_scaling": LLAMA3},
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"rope_scaling": LLAMA3},
+    "olmo2": {"rope_scaling": LLAMA3},
     "phi3": {"rope_scaling": LONGROPE},
     "qwen2": {"rope_scaling": LLAMA3, "use_sliding_window": True},
     "qwen3": {"rope_scaling": LLAMA3, "use_sliding_window": True},
@@ -192,7 +193,7 @@ def test_gguf_without_a_base_and_with_foreign_keys(tmp_path, monkeypatch):
     assert difference(loaded(without), model, 1, 40) <= 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "phi3", "smollm3"])
+@pytest.mark.parametrize("arch", ["llama", "olmo2", "qwen2", "qwen3", "phi3", "smollm3"])
 def test_every_rotating_family_in_gguf(arch):
     assert from_gguf(arch, **{"rope.freq_base": ABSENT}).encoding.options["base"] == 10000.0
 

@@ -24,7 +24,7 @@ from tests.model.architectures.descriptions import (
     rope,
 )
 
-GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2")
 
 
 @pytest.mark.parametrize("family", HF)
@@ -52,6 +52,7 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
         ("llama", {"num_experts": 0, "custom_pipelines": {"x": {"impl": "a.B"}}}, {}),
         ("mistral", {"sliding_window": 40}, {"windows": (40, 40, 40)}),
         ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True, "qk_norm": True}),
+        ("olmo2", {"attention_bias": True, "clip_qkv": None}, {"qkv_bias": True, "out_bias": True}),
         ("bloom", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
         ("mpt", attention(clip_qkv=6), {"qkv_clip": 6.0}),
         ("mpt", attention(softmax_scale=0.25), {"attention_scale": 0.25}),
@@ -260,6 +261,9 @@ def test_windows_by_layer(kind, changes, windows):
         ("gpt-j", {"architectures": ["GPTJForQuestionAnswering"]}, "only GPTJForCausalLM"),
         ("starcoder2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supp"),
         ("starcoder2", {"num_key_value_heads": 7}, "24 query heads cannot share 7 key heads"),
+        ("olmo2", {"clip_qkv": 6.0}, "'clip_qkv' = 6.0 is not supported"),
+        ("olmo2", {"mlp_bias": True}, "'mlp_bias' = True is not supported"),
+        ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(family, changes, saying):
@@ -478,6 +482,7 @@ def test_gguf_tells_by_its_tensors():
         ("gptj", {"rope.scaling.factor": 2.0}, "rope.scaling.factor' = 2.0 is not supported"),
         ("starcoder2", {"attention.head_count_kv": 4}, "6 query heads cannot share 4 key heads"),
         ("starcoder2", {"attention.head_count_kv": 7}, "must be an integer from 1 to 6"),
+        ("olmo2", {"attention.sliding_window": 4096}, "sliding_window' = 4096 is not supported"),
     ],
 )
 def test_gguf_that_cannot_be_honoured(family, changes, saying):

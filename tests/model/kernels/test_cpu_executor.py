@@ -128,6 +128,7 @@ def test_every_encoding(encoding, dtype, kernels):
 @pairs(
     changes=[
         {"qk_norm": True, "qkv_bias": True},
+        {"qk_norm": True, "qk_norm_whole": True},
         {"out_bias": True, "mlp_bias": True},
         {"num_kv_heads": 6},
         {"windows": (7, None, 7)},
@@ -245,6 +246,7 @@ def test_a_block_in_an_order_that_no_family_has(encoding, dtype, kernels):
 FORMS = [
     {},
     {"qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    {"qk_norm": True, "qk_norm_whole": True},
     GPT2,
     {"block": "parallel", "gated": False, "activation": "relu"},
     {"block": "parallel_one_norm", "activation": "gelu"},

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ropewalk.model.architectures import gemma3_text
+from ropewalk.model.architectures.olmo2 import norm_of_added
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.decoder import Decoder
@@ -35,6 +36,9 @@ SHAPES = {
     "norms around": {"block": gemma3_text.block, "qk_norm": True},
     "in any order": {"block": in_any_order},
     "in 8 bits": {},
+    # All queries are as wide as the residual stream, all keys are not.
+    "norms of what is added": {"block": norm_of_added, "hidden_size": 48}
+    | {"qk_norm": True, "qk_norm_whole": True},
 }
 
 
@@ -86,7 +90,8 @@ KINDS = (
         SHAPES,
         [(True, False), (False, True)],
         always=lambda encoding, shape, hidden: (
-            KINDS.index(encoding) == list(SHAPES).index(shape) and hidden[KINDS.index(encoding) % 2]
+            KINDS.index(encoding) == list(SHAPES).index(shape) % len(KINDS)
+            and hidden[KINDS.index(encoding) % 2]
         ),
     ),
 )
