@@ -24,6 +24,8 @@ from ropewalk.model.architectures.fields import Absent, Default, Fields, Like
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.weights.base import WeightFile, shown
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
 
 class GatedDecoder(Architecture):
     """Override what differs from: no biases, full attention, q and k stored in halves."""
@@ -65,7 +67,7 @@ class GatedDecoder(Architecture):
         """Which layers rotate queries and keys, from config.json; None: all."""
         return None
 
-    def rotated_layers_in_gguf(self, layers: int) -> Sequence[int] | None:
+    def rotated_layers_in_gguf(self, fields: Fields, layers: int) -> Sequence[int] | None:
         """The same for GGUF, whose metadata never state it; override for another convention."""
         return None
 
@@ -84,7 +86,7 @@ class GatedDecoder(Architecture):
         self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
     ) -> EncodingSpec:
         """The same, from GGUF metadata."""
-        rotated = self.rotated_layers_in_gguf(layers)
+        rotated = self.rotated_layers_in_gguf(fields, layers)
         own = f"{self.gguf_name}."
         return rotation_gguf.rope_from_gguf(fields, own, weights, head_dim, context, layers=rotated)
 
@@ -199,7 +201,7 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """
     window = fields.optional_integer("sliding_window", Most.CONTEXT)
     fields.get("max_window_layers")
-    types = fields.texts("layer_types")
+    types = layer_types(fields, layers)
     if not fields.flag("use_sliding_window"):
         window = None
     elif not fields.states("sliding_window"):
@@ -209,13 +211,35 @@ def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:
             return (None,) * layers
         first = fields.integer("max_window_layers", 1 << 30)
         return tuple(None if layer < first else window for layer in range(layers))
-    if len(types) != layers or not {*types} <= {"full_attention", "sliding_attention"}:
-        raise fields.error(
-            "layer_types must have full_attention or sliding_attention once for each layer"
-        )
-    if window is None and "sliding_attention" in types:
-        raise fields.error("layer_types has sliding_attention, but there is no sliding_window")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if window is None and SLIDING in types:
+        raise fields.error(f"layer_types has {SLIDING}, but there is no sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def layer_types(fields: Fields, layers: int) -> list[str] | None:
+    """FULL or SLIDING for each layer, where a config.json says it."""
+    types = fields.texts("layer_types")
+    if types is not None and (len(types) != layers or not {*types} <= {FULL, SLIDING}):
+        raise fields.error(f"layer_types must have {FULL} or {SLIDING} once for each layer")
+    return types
+
+
+def full_layers(fields: Fields, layers: int) -> Sequence[int]:
+    """Which layers see all keys, from layer_types, or else every so manieth."""
+    fields.get("sliding_window_pattern")
+    types = layer_types(fields, layers)
+    if types is not None:
+        return [layer for layer in range(layers) if types[layer] == FULL]
+    every = fields.integer("sliding_window_pattern", Most.LAYERS)
+    return range(every - 1, layers, every)
+
+
+def full_layers_in_gguf(fields: Fields, own: str, layers: int) -> Sequence[int]:
+    """The same, from GGUF metadata: all of them without a window."""
+    if fields.get(own + "attention.sliding_window") is None:
+        return range(layers)
+    every = fields.integer(own + "attention.sliding_window_pattern", Most.LAYERS)
+    return range(every - 1, layers, every)
 
 
 def _trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:

@@ -8,13 +8,17 @@ from typing import ClassVar
 from ropewalk.model.architectures import rotation, stored
 from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import GatedDecoder
+from ropewalk.model.architectures.gated import (
+    FULL,
+    SLIDING,
+    GatedDecoder,
+    full_layers,
+    full_layers_in_gguf,
+)
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.program import Op
 from ropewalk.model.recipes import ADD, Layer
 from ropewalk.model.weights.base import WeightFile
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def block(layer: Layer) -> Iterator[Op]:
@@ -87,11 +91,11 @@ class Gemma3Text(GatedDecoder):
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         window = fields.integer("sliding_window", Most.CONTEXT)
-        full = _full_layers(fields, layers)
+        full = full_layers(fields, layers)
         return tuple(None if layer in full else window for layer in range(layers))
 
     def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
-        full = _full_layers(fields, layers)
+        full = full_layers(fields, layers)
         kinds = fields.section("rope_parameters")
         if kinds is None:
             far = rotation.rope_from_hf(fields, head_dim, context, partly=False)
@@ -115,7 +119,7 @@ class Gemma3Text(GatedDecoder):
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         window = fields.optional_integer("gemma3.attention.sliding_window", Most.CONTEXT)
-        full = _full_layers_in_gguf(fields, layers)
+        full = full_layers_in_gguf(fields, "gemma3.", layers)
         return tuple(None if layer in full else window for layer in range(layers))
 
     def rope_in_gguf(
@@ -124,7 +128,7 @@ class Gemma3Text(GatedDecoder):
         far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
         base = fields.number("gemma3.rope.freq_base_swa")
         near = rotation.rope_spec(fields, base, far.options["width"])
-        return _by_layer(far, _full_layers_in_gguf(fields, layers), near)
+        return _by_layer(far, full_layers_in_gguf(fields, "gemma3.", layers), near)
 
 
 def _gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
@@ -139,22 +143,3 @@ def _gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
 def _by_layer(far: EncodingSpec, full: Sequence[int], near: EncodingSpec) -> EncodingSpec:
     """far: the rotation of the full layers; near: that of the others."""
     return replace(far, options=far.options | {"layers": list(full), "elsewhere": near.options})
-
-
-def _full_layers(fields: Fields, layers: int) -> Sequence[int]:
-    """Layers whose queries see all keys, from config.json."""
-    types = fields.texts("layer_types")
-    fields.get("sliding_window_pattern")
-    if types is None:
-        every = fields.integer("sliding_window_pattern", Most.LAYERS)
-        return range(every - 1, layers, every)
-    if len(types) != layers or not {*types} <= {FULL, SLIDING}:
-        raise fields.error(f"layer_types must have {FULL} or {SLIDING} once for each layer")
-    return [layer for layer in range(layers) if types[layer] == FULL]
-
-
-def _full_layers_in_gguf(fields: Fields, layers: int) -> Sequence[int]:
-    if fields.get("gemma3.attention.sliding_window") is None:
-        return range(layers)
-    every = fields.integer("gemma3.attention.sliding_window_pattern", Most.LAYERS)
-    return range(every - 1, layers, every)

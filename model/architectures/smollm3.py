@@ -56,6 +56,6 @@ class SmolLM3(GatedDecoder):
             raise fields.error("no_rope_layers must have 1 (rotated) or 0 once for each layer")
         return [layer for layer in range(layers) if named[layer]]
 
-    def rotated_layers_in_gguf(self, layers: int) -> Sequence[int]:
+    def rotated_layers_in_gguf(self, fields: Fields, layers: int) -> Sequence[int]:
         # GGUF has no key for it: readers assume every fourth, as in all published models.
         return [layer for layer in range(layers) if (layer + 1) % 4]

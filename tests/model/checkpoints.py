@@ -98,6 +98,14 @@ def olmo2(**changes):
     return transformers.Olmo2Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
 
 
+def exaone4(**changes):
+    """Every third layer sees all keys and is not rotated."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    windows = {"sliding_window": 19, "sliding_window_pattern": 3, "num_hidden_layers": 4}
+    more = {"num_key_value_heads": 2, **windows}
+    return transformers.Exaone4Config(**COMMON | shape | more | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -249,9 +257,10 @@ def describe_gated(writer, config):
     if config.model_type in ("llama", "mistral"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma3_text", "exaone4") and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
-        writer.add_uint32("gemma3.attention.sliding_window_pattern", 3)
+        writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", 3)
+    if config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
 
 

@@ -9,6 +9,7 @@ import transformers
 
 from tests.model import plain
 from tests.model.checkpoints import (
+    exaone4,
     gemma3,
     llama,
     mistral,
@@ -117,6 +118,19 @@ GATED = {
     ),
     "smollm3-yarn": row(smollm3(**rope("yarn", **YARN)), **SCALED),
     "smollm3-unrotated": row(smollm3(no_rope_layers=[0] * 5), **SCALED),
+    "exaone4": row(exaone4(), "gguf", *ALL, answer=32, **SCALED),
+    "exaone4-full-scaled": row(
+        exaone4(
+            **rope("llama3", **BANDS, original_max_position_embeddings=ORIGINAL),
+            sliding_window=None,
+            sliding_window_pattern=None,
+            layer_types=["full_attention"] * 4,
+            tie_word_embeddings=True,
+            head_dim=8,
+        ),
+        "gguf",
+        **SCALED,
+    ),
     "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3-biases-untied-scale": row(
         gemma3(attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=9), **SCALED

@@ -69,6 +69,13 @@ HF = {
         "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
         "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
         "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+        "exaone4": {
+            "model_type": "exaone4",
+            "architectures": ["Exaone4ForCausalLM"],
+            "sliding_window": 40,
+            "sliding_window_pattern": "LLG",
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
         "smollm3": {
             "model_type": "smollm3",
             "architectures": ["SmolLM3ForCausalLM"],
@@ -148,6 +155,13 @@ EXPECTED = {
     "phi3": GATED_CONFIG,
     "smollm3": replace(GATED_CONFIG, encoding=EncodingSpec("rope", ROPE | {"layers": [0, 1]})),
     "olmo2": replace(GATED_CONFIG, qk_norm=True, qk_norm_whole=True, block=norm_of_added),
+    "exaone4": replace(
+        GATED_CONFIG,
+        qk_norm=True,
+        block=norm_of_added,
+        windows=(40, 40, None),
+        encoding=EncodingSpec("rope", ROPE | {"layers": [0, 1]}),
+    ),
     "bloom": plain(24, 16, 1024, 250880, **BLOOM, trained_context=4096),
     "mpt": plain(32, 32, 4096, 50432, **MPT),
     "falcon": plain(24, 32, 2048, 50304, **MPT | BIASES | ROUNDED),
@@ -251,6 +265,7 @@ PLAIN_GGUF = {
     "attention.layer_norm_epsilon": 1e-5,
 }
 OWN_GGUF = {
+    "exaone4": GGUF | {"attention.sliding_window": 40, "attention.sliding_window_pattern": 3},
     "bloom": PLAIN_GGUF,
     "mpt": PLAIN_GGUF | {"attention.max_alibi_bias": 8.0},
     "gptneox": PLAIN_GGUF | {"rope.dimension_count": 4, "use_parallel_residual": True},
@@ -266,6 +281,7 @@ EXPECTED_GGUF = {
     "qwen3": EXPECTED["qwen3"],
     "phi3": GATED_CONFIG,
     "olmo2": EXPECTED["olmo2"],
+    "exaone4": EXPECTED["exaone4"],
     "bloom": plain(2, 6, 48, 99, **BLOOM),
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),

@@ -36,6 +36,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq
 LONGROPE = {"type": "longrope", "short_factor": [1.5] * 48, "long_factor": [3.0] * 48}
 # Where keys count that usually do not.
 CASES = {
+    "exaone4": {"rope_scaling": LLAMA3},
     "gpt_neox": {"rope_scaling": LLAMA3},
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"rope_scaling": LLAMA3},
@@ -193,7 +194,7 @@ def test_gguf_without_a_base_and_with_foreign_keys(tmp_path, monkeypatch):
     assert difference(loaded(without), model, 1, 40) <= 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama", "olmo2", "qwen2", "qwen3", "phi3", "smollm3"])
+@pytest.mark.parametrize("arch", ["llama", "exaone4", "olmo2", "qwen2", "qwen3", "phi3", "smollm3"])
 def test_every_rotating_family_in_gguf(arch):
     assert from_gguf(arch, **{"rope.freq_base": ABSENT}).encoding.options["base"] == 10000.0
 

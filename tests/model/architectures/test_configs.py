@@ -24,7 +24,7 @@ from tests.model.architectures.descriptions import (
     rope,
 )
 
-GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2")
+GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "exaone4")
 
 
 @pytest.mark.parametrize("family", HF)
@@ -32,6 +32,7 @@ def test_as_published(family):
     assert hf(family) == EXPECTED[family]
 
 
+EVERYWHERE = {"windows": (None,) * 3, "encoding": rope(5e5, 8)}
 NEWER = {"rotary_pct": ABSENT, "rotary_emb_base": ABSENT}
 PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
@@ -52,6 +53,12 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
         ("llama", {"num_experts": 0, "custom_pipelines": {"x": {"impl": "a.B"}}}, {}),
         ("mistral", {"sliding_window": 40}, {"windows": (40, 40, 40)}),
         ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True, "qk_norm": True}),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, EVERYWHERE),
+        (
+            "exaone4",
+            {"layer_types": ABSENT, "sliding_window_pattern": 2},
+            {"windows": (40, None, 40), "encoding": rope(5e5, 8, layers=[0, 2])},
+        ),
         ("olmo2", {"attention_bias": True, "clip_qkv": None}, {"qkv_bias": True, "out_bias": True}),
         ("bloom", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
         ("mpt", attention(clip_qkv=6), {"qkv_clip": 6.0}),
@@ -261,6 +268,8 @@ def test_windows_by_layer(kind, changes, windows):
         ("gpt-j", {"architectures": ["GPTJForQuestionAnswering"]}, "only GPTJForCausalLM"),
         ("starcoder2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supp"),
         ("starcoder2", {"num_key_value_heads": 7}, "24 query heads cannot share 7 key heads"),
+        ("exaone4", {"layer_types": ABSENT}, "sliding_window_pattern must be an integer"),
+        ("exaone4", {"layer_types": ["chunked_attention"] * 3}, "layer_types must have full_att"),
         ("olmo2", {"clip_qkv": 6.0}, "'clip_qkv' = 6.0 is not supported"),
         ("olmo2", {"mlp_bias": True}, "'mlp_bias' = True is not supported"),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
@@ -431,6 +440,16 @@ def test_gguf_of_gemma_3(own, expected):
     tensors = {"token_embd.weight": (99, own.get("embedding_length", 48))}
     found = from_gguf("gemma3", tensors, **own)
     assert found == replace(EXPECTED_GGUF["gemma3"], **expected)
+
+
+def test_gguf_of_exaone_4():
+    """The size that sees all keys in every layer rotates in all of them."""
+    keys = ("attention.sliding_window", "attention.sliding_window_pattern")
+    found = from_gguf("exaone4", **dict.fromkeys(keys, ABSENT))
+    assert found == replace(EXPECTED["exaone4"], **EVERYWHERE)
+    found = from_gguf("exaone4", **{keys[1]: ABSENT, "block_count": 4})
+    assert found.windows == (40, 40, 40, None)
+    assert found.encoding.options["layers"] == [0, 1, 2]
 
 
 def test_gguf_tells_by_its_tensors():
