@@ -70,6 +70,7 @@ class ModelConfig:
     embed_width: int | None = None  # of the embedding, when projected to `hidden_size` and back
     attention_scale: float | None = None  # factor on q · k; None: 1 / sqrt(head_dim)
     qkv_clip: float | None = None  # q, k and v are clamped to ± this
+    logit_scale: float = 1.0  # factor on logits
 
     @property
     def qk_norm_widths(self) -> tuple[int, int]:

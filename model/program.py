@@ -139,6 +139,7 @@ class Activate(Op):
 @dataclass(frozen=True, slots=True)
 class Scale(Op):
     factor: float
+    part: Part = Part.EMBEDDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,6 @@ PARTS: Mapping[type[Op], Part] = {
     Attend: Part.ATTENTION,
     Gate: Part.ACTIVATION,
     Activate: Part.ACTIVATION,
-    Scale: Part.EMBEDDING,
     Add: Part.RESIDUAL,
     Keep: Part.RESIDUAL,
 }
@@ -169,7 +169,7 @@ _OF_ALL_ROWS = (Embed, Place, Rotate, Store, Attend)  # which look at the batch
 
 
 def part_of(op: Op) -> Part:
-    own: Part | None = getattr(op, "part", None)  # a head's, or that of a fused op
+    own: Part | None = getattr(op, "part", None)  # of a kind that is found in several parts
     return PARTS[type(op)] if own is None else own
 
 
@@ -203,10 +203,8 @@ class Program:
 
     @property
     def head(self) -> Linear:
-        """What makes logits, after all else; it reads what a batch calls hidden states."""
-        head = self.ops[-1]
-        assert isinstance(head, Linear) and head.part is Part.HEAD
-        return head
+        """What makes logits, but for a factor; it reads what a batch calls hidden states."""
+        return next(op for op in self.ops if isinstance(op, Linear) and op.part is Part.HEAD)
 
     @property
     def dtype(self) -> torch.dtype:

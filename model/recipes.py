@@ -195,7 +195,7 @@ def decoder(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
         yield norm(config, "norm", to="x")
     if config.embed_width is not None:
         yield Linear("x", "x", "project_out", config.hidden_size, (width,))
-    yield head(config, width)
+    yield from head(config, width)
 
 
 def answers(config: EncoderDecoderConfig, encoding: PositionalEncoding) -> Iterator[Op]:
@@ -207,7 +207,7 @@ def answers(config: EncoderDecoderConfig, encoding: PositionalEncoding) -> Itera
     yield norm(config, "norm", to="x")
     if config.output_scale != 1.0:
         yield Scale("x", "x", config.output_scale)
-    yield head(config, config.hidden_size)
+    yield from head(config, config.hidden_size)
 
 
 def prompts(
@@ -243,8 +243,10 @@ def blocks(config: ModelConfig, encoding: PositionalEncoding) -> Iterator[Op]:
         yield from block(Layer(config, f"layers.{layer}.", layer, own, config.windows[layer]))
 
 
-def head(config: ModelConfig, width: int) -> Op:
-    return Linear("x", "logits", "head", width, (config.vocab_size,), config.head_bias, Part.HEAD)
+def head(config: ModelConfig, width: int) -> Iterator[Op]:
+    yield Linear("x", "logits", "head", width, (config.vocab_size,), config.head_bias, Part.HEAD)
+    if config.logit_scale != 1.0:
+        yield Scale("logits", "logits", config.logit_scale, Part.HEAD)
 
 
 def program(

@@ -71,9 +71,10 @@ class Fields:
         self._assumed: list[str] = []
 
     def with_absent(self, absent: Absent) -> "Fields":
-        """The same values, what was read of them included, with a family's defaults."""
+        """The same values, what was read and assumed of them included, with a family's defaults."""
         described = Fields(self.where, self._values, absent)
         described._read |= self._read
+        described._assumed += self._assumed
         return described
 
     def error(self, reason: str) -> CheckpointError:

@@ -171,4 +171,5 @@ READERS: dict[str, Reader] = {
     "embed_width": _integer(Most.WIDTH),
     "attention_scale": Fields.optional_number,
     "qkv_clip": Fields.optional_number,
+    "logit_scale": Fields.optional_number,
 }

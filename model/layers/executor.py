@@ -90,9 +90,9 @@ class TorchExecutor:
         self._prompts = self._compiled(program.prompt_ops, ())
         self._all_rows = self._compiled(before, after[0].reads.split())
         # Of the rows that are kept: the value that is wanted, and how it is found.
-        hidden = program.head.reads
+        hidden, head = program.head.reads, after.index(program.head)
         self._logits = "logits", self._compiled(after, ["logits"])
-        self._hidden = hidden, self._compiled(after[:-1], [hidden])
+        self._hidden = hidden, self._compiled(after[:head], [hidden])
 
     def fixed_tensors(self) -> dict[str, Tensor]:
         """Weights as they are read, besides those of encodings."""

@@ -106,6 +106,16 @@ def exaone4(**changes):
     return transformers.Exaone4Config(**COMMON | shape | more | changes)
 
 
+def granite(**changes):
+    """Two key heads for six query heads, and factors that are not 1."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    factors = {"embedding_multiplier": 3.5, "attention_multiplier": 0.2}
+    factors |= {"residual_multiplier": 0.4, "logits_scaling": 1.7}
+    return transformers.GraniteConfig(
+        **COMMON | shape | factors | {"num_key_value_heads": 2} | changes
+    )
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -152,7 +162,7 @@ def gguf_name(config):
 
 def paired_heads(name, config):
     """The number of heads in the rows if GGUF stores them in pairs, else None."""
-    if config.model_type not in ("llama", "mistral", "smollm3"):
+    if config.model_type not in ("llama", "mistral", "smollm3", "granite"):
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2])
@@ -262,6 +272,11 @@ def describe_gated(writer, config):
         writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", 3)
     if config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+    if config.model_type == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def describe_plain(writer, config):

@@ -11,6 +11,7 @@ from tests.model import plain
 from tests.model.checkpoints import (
     exaone4,
     gemma3,
+    granite,
     llama,
     mistral,
     olmo2,
@@ -134,6 +135,18 @@ GATED = {
     "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3-biases-untied-scale": row(
         gemma3(attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=9), **SCALED
+    ),
+    "granite": row(granite(), "gguf", *ALL, answer=32),
+    "granite-biases-tied-scaled": row(
+        granite(
+            **rope("yarn", **YARN),
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+            head_dim=10,
+        ),
+        "one call",
+        **SCALED,
     ),
     "olmo2": row(olmo2(), "gguf", *ALL, answer=32),
     "olmo2-biases-tied-scaled": row(

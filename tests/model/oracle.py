@@ -47,7 +47,7 @@ class _Model:
             x = self.norm("norm", x)
         if config.embed_width is not None:
             x = self.linear("project_out", x)
-        return self.linear("head", x)
+        return self.linear("head", x) * self.config.logit_scale
 
     def block(self, layer, x, positions, rule):
         at = f"layers.{layer}."

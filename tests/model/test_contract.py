@@ -177,7 +177,7 @@ SHAPES = {
     "one-key-head": {"num_kv_heads": 1, "num_heads": 5, "head_dim": 10}
     | {"qkv_bias": True, "qk_norm": True},
     "many-heads": {"num_heads": 12, "num_kv_heads": 12, "hidden_size": 17},
-    "norms-of-all-heads": {"qk_norm": True, "qk_norm_whole": True},
+    "norms-of-all-heads": {"qk_norm": True, "qk_norm_whole": True, "logit_scale": 0.7},
     "windows": {"windows": WINDOWS},
     "gpt2": {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu_tanh"}
     | {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied_embeddings": True},

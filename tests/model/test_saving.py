@@ -69,6 +69,7 @@ FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "embed_width": {"embed_width": 11},
     "attention_scale": {"attention_scale": 0.1},
     "qkv_clip": {"qkv_clip": 0.3},
+    "logit_scale": {"logit_scale": 0.4},
 }
 
 

@@ -204,10 +204,10 @@ def lower(
 
 
 def without_head(lowered: Lowered) -> Lowered:
-    """The same but for the last op, the head: what that reads is the result, as it is."""
-    ops = type(lowered.ops)(*lowered.ops)
-    head = ops[-1]
-    ops[-1] = OpArguments(
+    """The same up to the head, in the last stage: what that reads is the result, as it is."""
+    at = next(index for index, op in enumerate(lowered.ops) if op.to.where == RESULT)
+    head, last = lowered.ops[at], lowered.stages[-1]
+    copy = OpArguments(
         kind=Kind.COPY,
         part=head.part,
         kept=head.kept,
@@ -215,7 +215,9 @@ def without_head(lowered: Lowered) -> Lowered:
         x=head.x,
         to=Columns(0, head.x.count, 0, head.x.count, RESULT),
     )
-    return replace(lowered, ops=ops, columns=head.x.count)
+    ops = (OpArguments * (at + 1))(*lowered.ops[:at], copy)
+    stages = [*lowered.stages[:-1], replace(last, which=range(last.which.start, at + 1))]
+    return replace(lowered, ops=ops, stages=stages, columns=head.x.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,7 @@ class Lowering:
         part = self.named[name]
         value = part.value
         value.ops[1], value.segments[1] = self.index, self.segment
-        if value.segments[0] != self.segment:
+        if value.segments[0] != self.segment and value.where == RUN:
             value.where = EACH_ROW
         if whole and not part.whole:
             copy = self._new(part.count)

@@ -9,6 +9,7 @@ import torch
 from ropewalk.model.architectures import gemma3_text
 from ropewalk.model.architectures.base import by_gguf_name, by_model_type
 from ropewalk.model.architectures.fields import Fields
+from ropewalk.model.architectures.granite import ScaledPreNorm
 from ropewalk.model.architectures.olmo2 import norm_of_added
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from tests.model import refusals
@@ -82,6 +83,14 @@ HF = {
             "no_rope_layers": [1, 1, 0],
         },
         "olmo2": {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]},
+        "granite": {
+            "model_type": "granite",
+            "architectures": ["GraniteForCausalLM"],
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0078125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 16.0,
+        },
     }.items()
 } | {name: json.loads(text) for name, text in PLAIN.items()}
 
@@ -161,6 +170,13 @@ EXPECTED = {
         block=norm_of_added,
         windows=(40, 40, None),
         encoding=EncodingSpec("rope", ROPE | {"layers": [0, 1]}),
+    ),
+    "granite": replace(
+        GATED_CONFIG,
+        embed_scale=12.0,
+        attention_scale=0.0078125,
+        block=ScaledPreNorm(0.22),
+        logit_scale=1 / 16,
     ),
     "bloom": plain(24, 16, 1024, 250880, **BLOOM, trained_context=4096),
     "mpt": plain(32, 32, 4096, 50432, **MPT),
@@ -266,6 +282,9 @@ PLAIN_GGUF = {
 }
 OWN_GGUF = {
     "exaone4": GGUF | {"attention.sliding_window": 40, "attention.sliding_window_pattern": 3},
+    "granite": GGUF
+    | {"embedding_scale": 12.0, "attention.scale": 0.0078125}
+    | {"residual_scale": 0.22, "logit_scale": 16.0},
     "bloom": PLAIN_GGUF,
     "mpt": PLAIN_GGUF | {"attention.max_alibi_bias": 8.0},
     "gptneox": PLAIN_GGUF | {"rope.dimension_count": 4, "use_parallel_residual": True},
@@ -282,6 +301,7 @@ EXPECTED_GGUF = {
     "phi3": GATED_CONFIG,
     "olmo2": EXPECTED["olmo2"],
     "exaone4": EXPECTED["exaone4"],
+    "granite": EXPECTED["granite"],
     "bloom": plain(2, 6, 48, 99, **BLOOM),
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),

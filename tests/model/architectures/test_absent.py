@@ -38,6 +38,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.5] * 48, "long_factor": [3.0]
 CASES = {
     "exaone4": {"rope_scaling": LLAMA3},
     "gpt_neox": {"rope_scaling": LLAMA3},
+    "granite": {"rope_scaling": LLAMA3},
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"rope_scaling": LLAMA3},
     "olmo2": {"rope_scaling": LLAMA3},
@@ -194,7 +195,9 @@ def test_gguf_without_a_base_and_with_foreign_keys(tmp_path, monkeypatch):
     assert difference(loaded(without), model, 1, 40) <= 1e-4
 
 
-@pytest.mark.parametrize("arch", ["llama", "exaone4", "olmo2", "qwen2", "qwen3", "phi3", "smollm3"])
+@pytest.mark.parametrize(
+    "arch", ["exaone4", "granite", "llama", "olmo2", "qwen2", "qwen3", "phi3", "smollm3"]
+)
 def test_every_rotating_family_in_gguf(arch):
     assert from_gguf(arch, **{"rope.freq_base": ABSENT}).encoding.options["base"] == 10000.0
 
@@ -227,8 +230,11 @@ def test_what_was_assumed_is_told_in_one_line(caplog):
     assert caplog.messages == []
     hf(rope_theta=ABSENT, num_key_value_heads=ABSENT)
     from_gguf(**{"rope.freq_base": ABSENT})
+    hf("granite", rope_theta=ABSENT, residual_multiplier=ABSENT)
     assert caplog.messages == [
         "config.json: num_key_value_heads is absent, which means num_attention_heads "
         "(transformers); rope_theta is absent, which means 10000.0 (transformers)",
         "x.gguf: llama.rope.freq_base is absent, which means 10000.0 (llama.cpp)",
+        "config.json: residual_multiplier is absent, which means 1.0 (transformers); "
+        "rope_theta is absent, which means 10000.0 (transformers)",
     ]

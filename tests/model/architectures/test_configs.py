@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from ropewalk.model.architectures.granite import ScaledPreNorm
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.weights.base import CheckpointError
 from tests.model.architectures.descriptions import (
@@ -24,7 +25,7 @@ from tests.model.architectures.descriptions import (
     rope,
 )
 
-GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "exaone4")
+GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "exaone4", "granite")
 
 
 @pytest.mark.parametrize("family", HF)
@@ -60,6 +61,15 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
             {"windows": (40, None, 40), "encoding": rope(5e5, 8, layers=[0, 2])},
         ),
         ("olmo2", {"attention_bias": True, "clip_qkv": None}, {"qkv_bias": True, "out_bias": True}),
+        (
+            "granite",
+            {"attention_bias": True, "mlp_bias": True},
+            {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        ),
+        ("granite", {"embedding_multiplier": 6}, {"embed_scale": 6.0}),
+        ("granite", {"attention_multiplier": ABSENT}, {"attention_scale": 1.0}),
+        ("granite", {"residual_multiplier": ABSENT}, {"block": ScaledPreNorm(1.0)}),
+        ("granite", {"logits_scaling": ABSENT}, {"logit_scale": 1.0}),
         ("bloom", {"tie_word_embeddings": False}, {"tied_embeddings": False}),
         ("mpt", attention(clip_qkv=6), {"qkv_clip": 6.0}),
         ("mpt", attention(softmax_scale=0.25), {"attention_scale": 0.25}),
@@ -270,6 +280,9 @@ def test_windows_by_layer(kind, changes, windows):
         ("starcoder2", {"num_key_value_heads": 7}, "24 query heads cannot share 7 key heads"),
         ("exaone4", {"layer_types": ABSENT}, "sliding_window_pattern must be an integer"),
         ("exaone4", {"layer_types": ["chunked_attention"] * 3}, "layer_types must have full_att"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
+        ("granite", {"attention_multiplier": None}, "attention_multiplier is missing"),
+        ("granite", {"num_local_experts": 8}, "'num_local_experts' = 8 is not supported"),
         ("olmo2", {"clip_qkv": 6.0}, "'clip_qkv' = 6.0 is not supported"),
         ("olmo2", {"mlp_bias": True}, "'mlp_bias' = True is not supported"),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
@@ -332,6 +345,14 @@ def test_gguf_of_bloom_and_mpt():
     config = from_gguf("mpt", **{"attention.max_alibi_bias": 16.0, "attention.clamp_kqv": 6.0})
     assert config.encoding == EncodingSpec("alibi", {"bias_max": 16.0})
     assert config.qkv_clip == 6.0
+
+
+def test_gguf_of_granite():
+    read = from_gguf("granite", **{"rope.scaling.finetuned": True})
+    assert read == EXPECTED_GGUF["granite"]
+    factors = ("embedding_scale", "attention.scale", "residual_scale")
+    usual = {"embed_scale": 1.0, "attention_scale": None, "block": ScaledPreNorm(1.0)}
+    assert from_gguf("granite", **dict.fromkeys(factors, ABSENT)) == replace(read, **usual)
 
 
 def test_gguf_of_gpt_neox_and_gpt_j():
@@ -501,6 +522,9 @@ def test_gguf_tells_by_its_tensors():
         ("gptj", {"rope.scaling.factor": 2.0}, "rope.scaling.factor' = 2.0 is not supported"),
         ("starcoder2", {"attention.head_count_kv": 4}, "6 query heads cannot share 4 key heads"),
         ("starcoder2", {"attention.head_count_kv": 7}, "must be an integer from 1 to 6"),
+        ("granite", {"logit_scale": ABSENT}, "logit_scale is missing"),
+        ("granite", {"rope.scaling.finetuned": False}, "but of Granite only models with RoPE"),
+        ("granite", {"expert_count": 8}, "expert_count' = 8 is not supported"),
         ("olmo2", {"attention.sliding_window": 4096}, "sliding_window' = 4096 is not supported"),
     ],
 )

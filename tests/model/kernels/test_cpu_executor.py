@@ -177,6 +177,7 @@ def test_every_kind_of_layer(changes, bits, dtype, kernels):
     [
         {"embed_scale": 3.3},
         {"head_bias": True},
+        {"head_bias": True, "logit_scale": 0.3},
         {"embed_norm": True},
         {"tied_embeddings": True},
         {"embed_norm": True} | GPT2,
@@ -204,7 +205,7 @@ def test_vectors_of_positions_that_are_scaled(encoding, dtype, kernels):
 def test_rows_that_are_enough_for_every_thread(bits, dtype, count, threads, kernels):
     """Each then takes some of them through all that lies between two attentions."""
     threads(count)
-    decoders = both("rope", kernels, dtype, bits=bits, qk_norm=True)
+    decoders = both("rope", kernels, dtype, bits=bits, qk_norm=True, logit_scale=0.3)
     for rows in (None, list(range(5, 190)), [169]):
         assert equal(decoders, rows, lengths=MANY)
 
@@ -246,7 +247,7 @@ def test_a_block_in_an_order_that_no_family_has(encoding, dtype, kernels):
 FORMS = [
     {},
     {"qk_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
-    {"qk_norm": True, "qk_norm_whole": True},
+    {"qk_norm": True, "qk_norm_whole": True, "logit_scale": 0.3},
     GPT2,
     {"block": "parallel", "gated": False, "activation": "relu"},
     {"block": "parallel_one_norm", "activation": "gelu"},

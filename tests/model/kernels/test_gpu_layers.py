@@ -31,7 +31,7 @@ SHAPES = {
     "plain": {"gated": False, "activation": "gelu", "mlp_bias": True, "norm": "layer"},
     "biased": {"qkv_bias": True, "out_bias": True, "norm": "layer", "norm_bias": False},
     "norms of queries": {"qk_norm": True},
-    "parallel": {"block": "parallel"},
+    "parallel": {"block": "parallel", "logit_scale": 0.3},
     "norms last": {"block": "post_norm"},
     "norms around": {"block": gemma3_text.block, "qk_norm": True},
     "in any order": {"block": in_any_order},
