@@ -6,7 +6,12 @@ from typing import ClassVar
 
 from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import GatedDecoder, full_layers, full_layers_in_gguf
+from ropewalk.model.architectures.gated import (
+    GatedDecoder,
+    full_layers,
+    full_layers_in_gguf,
+    windows_in_gguf,
+)
 from ropewalk.model.architectures.olmo2 import OLMo2, norm_of_added
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import ModelConfig
@@ -58,9 +63,7 @@ class Exaone4(GatedDecoder):
         return _without(full_layers(fields, layers), layers)
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        window = fields.optional_integer("exaone4.attention.sliding_window", Most.CONTEXT)
-        full = full_layers_in_gguf(fields, "exaone4.", layers)
-        return tuple(None if layer in full else window for layer in range(layers))
+        return windows_in_gguf(fields, "exaone4.", layers)
 
     def rotated_layers_in_gguf(self, fields: Fields, layers: int) -> Sequence[int] | None:
         if fields.get("exaone4.attention.sliding_window") is None:

@@ -4,7 +4,7 @@ Reads their descriptions in both formats. An architecture's own file states only
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from ropewalk.model.architectures import rotation, rotation_gguf, stored
 from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import (
     LLAMA_CPP,
+    TRANSFORMERS,
     Most,
     activation,
     harmless_in_gguf,
@@ -20,7 +21,7 @@ from ropewalk.model.architectures.common import (
     refuse_foreign_gguf,
     vocab_size_of_gguf,
 )
-from ropewalk.model.architectures.fields import Absent, Default, Fields, Like
+from ropewalk.model.architectures.fields import Absent, Default, Fields, Like, by
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.weights.base import WeightFile, shown
 
@@ -236,10 +237,56 @@ def full_layers(fields: Fields, layers: int) -> Sequence[int]:
 
 def full_layers_in_gguf(fields: Fields, own: str, layers: int) -> Sequence[int]:
     """The same, from GGUF metadata: all of them without a window."""
+    key = own + "attention.sliding_window_pattern"
+    pattern = fields.get(key)
     if fields.get(own + "attention.sliding_window") is None:
         return range(layers)
-    every = fields.integer(own + "attention.sliding_window_pattern", Most.LAYERS)
+    if isinstance(pattern, list):  # whether a layer sees a window
+        if len(pattern) != layers or not all(isinstance(each, bool) for each in pattern):
+            raise fields.error(f"{key} must be a number, or true or false once for each layer")
+        return [layer for layer in range(layers) if not pattern[layer]]
+    every = fields.integer(key, Most.LAYERS)
     return range(every - 1, layers, every)
+
+
+def windows_in_gguf(fields: Fields, own: str, layers: int) -> tuple[int | None, ...]:
+    window = fields.optional_integer(own + "attention.sliding_window", Most.CONTEXT)
+    full = full_layers_in_gguf(fields, own, layers)
+    return tuple(None if layer in full else window for layer in range(layers))
+
+
+def rope_by_layer(
+    fields: Fields,
+    head_dim: int,
+    context: int,
+    *,
+    full: Sequence[int],
+    thetas: Mapping[str, float],
+    near: Callable[[], float],
+) -> EncodingSpec:
+    """One rotation of the full layers and one of the others, from config.json.
+
+    Newer files have both in rope_parameters. thetas: what a missing rope_theta means there, for
+    FULL and SLIDING. near: gives that of the other layers in older files.
+    """
+    kinds = fields.section("rope_parameters")
+    if kinds is None:
+        far = rotation.rope_from_hf(fields, head_dim, context, partly=False)
+        return either(far, full, rotation.rope_spec(fields, near(), head_dim))
+    specs = {}
+    for kind, theta in thetas.items():
+        own = {"rope_parameters": kinds.get(kind)}
+        of_kind = Fields(f"{kinds.where}: {kind}", own, by(TRANSFORMERS, rope_theta=theta))
+        specs[kind] = rotation.rope_from_hf(of_kind, head_dim, context, partly=False)
+    kinds.finish()
+    return either(specs[FULL], full, specs[SLIDING])
+
+
+def either(far: EncodingSpec, full: Sequence[int], near: EncodingSpec) -> EncodingSpec:
+    """far: the rotation of the full layers; near: that of the others."""
+    if far == near:
+        return far
+    return replace(far, options=far.options | {"layers": list(full), "elsewhere": near.options})
 
 
 def _trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:

@@ -1,7 +1,7 @@
 """Gemma 3, its text alone: two rotations by kind of layer, and norms around attention and MLP."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,8 +12,11 @@ from ropewalk.model.architectures.gated import (
     FULL,
     SLIDING,
     GatedDecoder,
+    either,
     full_layers,
     full_layers_in_gguf,
+    rope_by_layer,
+    windows_in_gguf,
 )
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.program import Op
@@ -95,32 +98,17 @@ class Gemma3Text(GatedDecoder):
         return tuple(None if layer in full else window for layer in range(layers))
 
     def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
-        full = full_layers(fields, layers)
-        kinds = fields.section("rope_parameters")
-        if kinds is None:
-            far = rotation.rope_from_hf(fields, head_dim, context, partly=False)
-            base = fields.number("rope_local_base_freq")
-            near = rotation.rope_spec(fields, base, head_dim)
-        else:
-            far, near = (
-                rotation.rope_from_hf(
-                    Fields(kinds.where, {"rope_parameters": kinds.get(kind)}, absent),
-                    head_dim,
-                    context,
-                    partly=False,
-                )
-                for kind, absent in {
-                    FULL: by(TRANSFORMERS, rope_theta=1e6),
-                    SLIDING: by(TRANSFORMERS, rope_theta=1e4),
-                }.items()
-            )
-            kinds.finish()
-        return _by_layer(far, full, near)
+        return rope_by_layer(
+            fields,
+            head_dim,
+            context,
+            full=full_layers(fields, layers),
+            thetas={FULL: 1e6, SLIDING: 1e4},
+            near=lambda: fields.number("rope_local_base_freq"),
+        )
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        window = fields.optional_integer("gemma3.attention.sliding_window", Most.CONTEXT)
-        full = full_layers_in_gguf(fields, "gemma3.", layers)
-        return tuple(None if layer in full else window for layer in range(layers))
+        return windows_in_gguf(fields, "gemma3.", layers)
 
     def rope_in_gguf(
         self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
@@ -128,7 +116,7 @@ class Gemma3Text(GatedDecoder):
         far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
         base = fields.number("gemma3.rope.freq_base_swa")
         near = rotation.rope_spec(fields, base, far.options["width"])
-        return _by_layer(far, full_layers_in_gguf(fields, "gemma3.", layers), near)
+        return either(far, full_layers_in_gguf(fields, "gemma3.", layers), near)
 
 
 def _gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
@@ -138,8 +126,3 @@ def _gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:
         attention_scale=attention_scale,
         embed_scale=math.sqrt(config.hidden_size),
     )
-
-
-def _by_layer(far: EncodingSpec, full: Sequence[int], near: EncodingSpec) -> EncodingSpec:
-    """far: the rotation of the full layers; near: that of the others."""
-    return replace(far, options=far.options | {"layers": list(full), "elsewhere": near.options})

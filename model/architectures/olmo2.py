@@ -4,12 +4,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from ropewalk.model.architectures import stored
-from ropewalk.model.architectures.common import TRANSFORMERS
+from ropewalk.model.architectures import rotation, stored
+from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, Like, by
-from ropewalk.model.architectures.gated import GatedDecoder
+from ropewalk.model.architectures.gated import (
+    GatedDecoder,
+    either,
+    full_layers_in_gguf,
+    windows_in_gguf,
+)
 from ropewalk.model.architectures.rotation import ROTATED
-from ropewalk.model.config import ModelConfig
+from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.program import Op
 from ropewalk.model.recipes import ADD, Layer
 from ropewalk.model.weights.base import WeightFile
@@ -28,8 +33,11 @@ def norm_of_added(layer: Layer) -> Iterator[Op]:
 class OLMo2(GatedDecoder):
     model_type = "olmo2"
     model_class = "Olmo2ForCausalLM"
-    gguf_name = "olmo2"
+    gguf_name: str | None = "olmo2"
     qk_norm = True
+    absent_in_gguf: ClassVar[Absent] = GatedDecoder.absent_in_gguf | by(
+        LLAMA_CPP, **{"attention.sliding_window_pattern": 4}
+    )
     absent: ClassVar[Absent] = ROTATED | by(
         TRANSFORMERS,
         vocab_size=50304,
@@ -57,8 +65,23 @@ class OLMo2(GatedDecoder):
     def config_from_hf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         return _in_this_order(super().config_from_hf(fields, weights))
 
+    # GGUF stores OLMo 3 as olmo2 with a window; its other layers have the same rotation, unscaled.
+
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         return _in_this_order(super().config_from_gguf(fields, weights))
+
+    def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        return windows_in_gguf(fields, "olmo2.", layers)
+
+    def rope_in_gguf(
+        self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
+    ) -> EncodingSpec:
+        far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
+        full = full_layers_in_gguf(fields, "olmo2.", layers)
+        if len(full) == layers:
+            return far
+        near = rotation.rope_spec(fields, far.options["base"], far.options["width"])
+        return either(far, full, near)
 
 
 def _in_this_order(config: ModelConfig) -> ModelConfig:

@@ -116,6 +116,18 @@ def granite(**changes):
     )
 
 
+def olmo3(**changes):
+    """Every fourth layer sees all keys, with a rotation that is scaled."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.5}
+    rotations = {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 150.0, **yarn},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 150.0},
+    }
+    more = {"num_hidden_layers": 5, "sliding_window": 19, "rope_parameters": rotations}
+    return transformers.Olmo3Config(**COMMON | shape | more | {"num_key_value_heads": 2} | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -145,7 +157,7 @@ def save(model, folder, **options):
 
 
 def gguf_architecture(config):
-    others = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
+    others = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3", "olmo3": "olmo2"}
     name = others.get(config.model_type, config.model_type)
     return next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == name)
 
@@ -267,9 +279,14 @@ def describe_gated(writer, config):
     if config.model_type in ("llama", "mistral"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    if config.model_type in ("gemma3_text", "exaone4") and config.sliding_window is not None:
+    if config.model_type in ("gemma3_text", "exaone4", "olmo3") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
-        writer.add_uint32(f"{writer.arch}.attention.sliding_window_pattern", 3)
+        windows = [kind == "sliding_attention" for kind in config.layer_types]
+        pattern = gguf.Keys.Attention.SLIDING_WINDOW_PATTERN.format(arch=writer.arch)
+        if config.model_type == "gemma3_text":
+            writer.add_uint32(pattern, windows.index(False) + 1)
+        else:
+            writer.add_array(pattern, windows)
     if config.model_type == "gemma3_text":
         writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
     if config.model_type == "granite":

@@ -15,6 +15,7 @@ from tests.model.checkpoints import (
     llama,
     mistral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -132,6 +133,7 @@ GATED = {
         "gguf",
         **SCALED,
     ),
+    "olmo3": row(olmo3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3-biases-untied-scale": row(
         gemma3(attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=9), **SCALED

@@ -70,6 +70,12 @@ HF = {
         "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
         "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 8},
         "phi3": {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]},
+        "olmo3": {
+            "model_type": "olmo3",
+            "architectures": ["Olmo3ForCausalLM"],
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
         "exaone4": {
             "model_type": "exaone4",
             "architectures": ["Exaone4ForCausalLM"],
@@ -164,6 +170,13 @@ EXPECTED = {
     "phi3": GATED_CONFIG,
     "smollm3": replace(GATED_CONFIG, encoding=EncodingSpec("rope", ROPE | {"layers": [0, 1]})),
     "olmo2": replace(GATED_CONFIG, qk_norm=True, qk_norm_whole=True, block=norm_of_added),
+    "olmo3": replace(
+        GATED_CONFIG,
+        qk_norm=True,
+        qk_norm_whole=True,
+        block=norm_of_added,
+        windows=(40, 40, None),
+    ),
     "exaone4": replace(
         GATED_CONFIG,
         qk_norm=True,

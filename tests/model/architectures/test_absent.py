@@ -42,6 +42,7 @@ CASES = {
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"rope_scaling": LLAMA3},
     "olmo2": {"rope_scaling": LLAMA3},
+    "olmo3": {"rope_scaling": LLAMA3},
     "phi3": {"rope_scaling": LONGROPE},
     "qwen2": {"rope_scaling": LLAMA3, "use_sliding_window": True},
     "qwen3": {"rope_scaling": LLAMA3, "use_sliding_window": True},
@@ -82,7 +83,8 @@ def test_defaults_are_those_of_transformers(family):
         elif key == "sliding_window_pattern":
             theirs = config.layer_types.index("full_attention") + 1
         elif key == "original_max_position_embeddings":
-            theirs = config.rope_parameters[key]
+            scaled = config.rope_parameters.get("full_attention", config.rope_parameters)
+            theirs = scaled[key]
         else:
             theirs = getattr(config, key, resolved(family, key))
         assert theirs == resolved(family, key), key

@@ -283,6 +283,7 @@ def test_windows_by_layer(kind, changes, windows):
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
         ("granite", {"attention_multiplier": None}, "attention_multiplier is missing"),
         ("granite", {"num_local_experts": 8}, "'num_local_experts' = 8 is not supported"),
+        ("olmo3", {"rope_theta": 1e4}, "versions of transformers read rope_theta differently"),
         ("olmo2", {"clip_qkv": 6.0}, "'clip_qkv' = 6.0 is not supported"),
         ("olmo2", {"mlp_bias": True}, "'mlp_bias' = True is not supported"),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
@@ -463,6 +464,23 @@ def test_gguf_of_gemma_3(own, expected):
     assert found == replace(EXPECTED_GGUF["gemma3"], **expected)
 
 
+def test_olmo_3():
+    """YaRN is for the layers without a window, which GGUF stores as OLMo 2 with one."""
+    yarn = {"factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
+    scaling = {"type": "yarn", "factor": 8.0, "original_context": 8192, "magnitude": 1.2}
+    found = hf("olmo3", rope_scaling={"rope_type": "yarn", **yarn})
+    windows = (40, 40, None)
+    expected = by_layer(windows, 8, far=5e5, near=5e5, scaling=scaling)
+    assert found == replace(EXPECTED["olmo2"], trained_context=65536, **expected)
+    assert hf("olmo3").encoding == rope(5e5, 8)  # all layers rotate alike
+    yarn = {"scaling.type": "yarn", "scaling.factor": 8.0, "scaling.original_context_length": 64}
+    own = {f"rope.{key}": value for key, value in yarn.items()}
+    own |= {"attention.sliding_window": 40, "attention.sliding_window_pattern": [True, True, False]}
+    scaling = {"type": "yarn", "factor": 8.0, "original_context": 64}
+    expected = by_layer(windows, 8, far=5e5, near=5e5, scaling=scaling)
+    assert from_gguf("olmo2", **own) == replace(EXPECTED["olmo2"], **expected)
+
+
 def test_gguf_of_exaone_4():
     """The size that sees all keys in every layer rotates in all of them."""
     keys = ("attention.sliding_window", "attention.sliding_window_pattern")
@@ -525,7 +543,11 @@ def test_gguf_tells_by_its_tensors():
         ("granite", {"logit_scale": ABSENT}, "logit_scale is missing"),
         ("granite", {"rope.scaling.finetuned": False}, "but of Granite only models with RoPE"),
         ("granite", {"expert_count": 8}, "expert_count' = 8 is not supported"),
-        ("olmo2", {"attention.sliding_window": 4096}, "sliding_window' = 4096 is not supported"),
+        (
+            "olmo2",
+            {"attention.sliding_window": 40, "attention.sliding_window_pattern": [True, False]},
+            "sliding_window_pattern must be a number, or true or false once for each layer",
+        ),
     ],
 )
 def test_gguf_that_cannot_be_honoured(family, changes, saying):

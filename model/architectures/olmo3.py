@@ -1,0 +1,43 @@
+"""OLMo 3: OLMo 2 with windows; a scaling of RoPE is for the layers that see all keys."""
+
+from typing import ClassVar
+
+from ropewalk.model.architectures.common import TRANSFORMERS, Most
+from ropewalk.model.architectures.fields import Absent, Fields, by
+from ropewalk.model.architectures.gated import FULL, SLIDING, full_layers, rope_by_layer
+from ropewalk.model.architectures.olmo2 import OLMo2
+from ropewalk.model.config import EncodingSpec
+
+THETA = 5e5
+
+
+class OLMo3(OLMo2):
+    model_type = "olmo3"
+    model_class = "Olmo3ForCausalLM"
+    gguf_name = None  # olmo2 with a window
+    absent: ClassVar[Absent] = OLMo2.absent | by(
+        TRANSFORMERS, rope_theta=THETA, sliding_window=4096, sliding_window_pattern=4
+    )
+
+    def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        window = fields.integer("sliding_window", Most.CONTEXT)
+        full = full_layers(fields, layers)
+        return tuple(None if layer in full else window for layer in range(layers))
+
+    def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
+        def near() -> float:
+            if fields.get("rope_theta") not in (None, THETA):
+                raise fields.error(
+                    "versions of transformers read rope_theta differently for layers with a "
+                    "window; state it in rope_parameters, for full_attention and sliding_attention"
+                )
+            return THETA
+
+        return rope_by_layer(
+            fields,
+            head_dim,
+            context,
+            full=full_layers(fields, layers),
+            thetas={FULL: THETA, SLIDING: THETA},
+            near=near,
+        )
