@@ -35,7 +35,7 @@ class ScaledPreNorm:
 class Granite(GatedDecoder):
     model_type = "granite"
     model_class = "GraniteForCausalLM"
-    gguf_name = "granite"
+    gguf_name: str | None = "granite"
     gguf_pairs = True
     absent: ClassVar[Absent] = ROTATED | by(
         TRANSFORMERS,

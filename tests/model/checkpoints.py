@@ -128,6 +128,16 @@ def olmo3(**changes):
     return transformers.Olmo3Config(**COMMON | shape | more | {"num_key_value_heads": 2} | changes)
 
 
+def granite4(**changes):
+    """Without experts and state-space layers."""
+    factors = {"embedding_multiplier": 3.5, "attention_multiplier": 0.2}
+    factors |= {"residual_multiplier": 0.4, "logits_scaling": 1.7}
+    shape = {"hidden_size": 48, "shared_intermediate_size": 40, "num_attention_heads": 6}
+    shape |= {"num_key_value_heads": 2, "layer_types": ["attention"] * 3, "num_local_experts": 0}
+    more = {"mamba_n_heads": 8, "position_embedding_type": "rope"}  # the former for its validation
+    return transformers.GraniteMoeHybridConfig(**COMMON | factors | shape | more | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

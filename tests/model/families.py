@@ -12,6 +12,7 @@ from tests.model.checkpoints import (
     exaone4,
     gemma3,
     granite,
+    granite4,
     llama,
     mistral,
     olmo2,
@@ -134,6 +135,10 @@ GATED = {
         **SCALED,
     ),
     "olmo3": row(olmo3(), "gguf", *ALL, answer=32, **SCALED),
+    "granite4": row(granite4(), *ALL, answer=32),
+    "granite4-unrotated": row(
+        granite4(position_embedding_type=None, attention_bias=True, tie_word_embeddings=True)
+    ),
     "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3-biases-untied-scale": row(
         gemma3(attention_bias=True, tie_word_embeddings=False, query_pre_attn_scalar=9), **SCALED

@@ -89,6 +89,25 @@ HF = {
             "no_rope_layers": [1, 1, 0],
         },
         "olmo2": {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]},
+        "granitemoehybrid": {
+            "model_type": "granitemoehybrid",
+            "architectures": ["GraniteMoeHybridForCausalLM"],
+            "embedding_multiplier": 12,
+            "attention_multiplier": 0.0078125,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 16,
+            "init_method": "mup",
+            "intermediate_size": 7,
+            "layer_types": ["attention"] * 3,
+            "mamba_d_conv": 4,
+            "mamba_n_heads": 32,
+            "normalization_function": "rmsnorm",
+            "num_experts_per_tok": 0,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "router_aux_loss_coef": 0.01,
+            "shared_intermediate_size": 100,
+        },
         "granite": {
             "model_type": "granite",
             "architectures": ["GraniteForCausalLM"],
@@ -211,6 +230,8 @@ EXPECTED = {
         tied_embeddings=True,
     ),
 }
+
+EXPECTED["granitemoehybrid"] = EXPECTED["granite"]
 
 
 def by_layer(windows, width, far=1e6, near=1e4, **scaled):

@@ -29,6 +29,11 @@ STATED = {
         "parallel_attn": False,
     },
     "gpt_neox": {"rotary_pct": 0.25},
+    "granitemoehybrid": {
+        "layer_types": ["attention"] * 32,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+    },
     "mistral": {"sliding_window": None},
     "mpt": {"attn_config": {}},
 }
@@ -39,6 +44,7 @@ CASES = {
     "exaone4": {"rope_scaling": LLAMA3},
     "gpt_neox": {"rope_scaling": LLAMA3},
     "granite": {"rope_scaling": LLAMA3},
+    "granitemoehybrid": {"rope_scaling": LLAMA3},
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"rope_scaling": LLAMA3},
     "olmo2": {"rope_scaling": LLAMA3},

@@ -25,7 +25,10 @@ from tests.model.architectures.descriptions import (
     rope,
 )
 
-GATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "exaone4", "granite")
+GATED = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "olmo2", "olmo3", "exaone4"),
+    *("granite", "granitemoehybrid"),
+)
 
 
 @pytest.mark.parametrize("family", HF)
@@ -54,6 +57,11 @@ PARAMETERS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor"
         ("llama", {"num_experts": 0, "custom_pipelines": {"x": {"impl": "a.B"}}}, {}),
         ("mistral", {"sliding_window": 40}, {"windows": (40, 40, 40)}),
         ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True, "qk_norm": True}),
+        (
+            "granitemoehybrid",
+            {"position_embedding_type": "nope", "layer_types": ["full_attention"] * 3},
+            {"encoding": EncodingSpec("nope", {})},
+        ),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}, EVERYWHERE),
         (
             "exaone4",
@@ -280,6 +288,13 @@ def test_windows_by_layer(kind, changes, windows):
         ("starcoder2", {"num_key_value_heads": 7}, "24 query heads cannot share 7 key heads"),
         ("exaone4", {"layer_types": ABSENT}, "sliding_window_pattern must be an integer"),
         ("exaone4", {"layer_types": ["chunked_attention"] * 3}, "layer_types must have full_att"),
+        ("granitemoehybrid", {"num_local_experts": 8}, "only models without experts"),
+        ("granitemoehybrid", {"num_local_experts": ABSENT}, "only models without experts"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "without state-space layers"),
+        ("granitemoehybrid", {"layer_types": ABSENT}, "without state-space layers"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type 'al"),
+        ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function"),
+        ("granitemoehybrid", {"mlp_bias": True}, "'mlp_bias' = True is not supported"),
         ("granite", {"logits_scaling": 0}, "logits_scaling must be a number above 0"),
         ("granite", {"attention_multiplier": None}, "attention_multiplier is missing"),
         ("granite", {"num_local_experts": 8}, "'num_local_experts' = 8 is not supported"),
