@@ -119,7 +119,10 @@ class TritonExecutor(TorchExecutor):
                 return lambda op, now, x, added: norm(x, added)
             case Norm(width=width) if width == self.program.config.hidden_size:
                 lone = self._of_norm(op)
-                return lambda op, now, x: lone(x.contiguous())[1:]
+                # A head may be as wide as the residual stream.
+                return lambda op, now, x: (
+                    lone(x.contiguous().view(-1, op.width))[1].view(x.shape),
+                )
             case Around(few=True):
                 return self._around(op)
             case Around():

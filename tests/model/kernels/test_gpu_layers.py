@@ -31,6 +31,7 @@ SHAPES = {
     "plain": {"gated": False, "activation": "gelu", "mlp_bias": True, "norm": "layer"},
     "biased": {"qkv_bias": True, "out_bias": True, "norm": "layer", "norm_bias": False},
     "norms of queries": {"qk_norm": True},
+    "heads as wide as the stream": {"qk_norm": True, "hidden_size": 8},
     "parallel": {"block": "parallel", "logit_scale": 0.3},
     "norms last": {"block": "post_norm"},
     "norms around": {"block": gemma3_text.block, "qk_norm": True},
