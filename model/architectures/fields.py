@@ -125,15 +125,26 @@ class Fields:
         return None if value is None else self._as_integer(key, value, limit)
 
     def integer(
-        self, key: str, limit: int, *, null: int | None = None, absent: int | None = None
+        self,
+        key: str,
+        limit: int,
+        *,
+        null: int | None = None,
+        absent: int | None = None,
+        times: int | None = None,
     ) -> int:
-        """1 .. limit. null, absent: what that means, absence only if the family does not say."""
+        """1 .. limit. null, absent: what that means, absence only if the family does not say.
+
+        times: it may also be a list that has it so many times.
+        """
         known = self.states(key) or key in self._absent or absent is None
         value = self._stated(key) if known else absent
         if value is None:
             value = null
         if value is None:
             raise self.missing(key)
+        if isinstance(value, list) and value and value == value[:1] * (times or 0):
+            value = value[0]
         return self._as_integer(key, value, limit)
 
     def optional_number(self, key: str, *, zero_is_none: bool = False) -> float | None:

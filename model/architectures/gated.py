@@ -133,7 +133,7 @@ class GatedDecoder(Architecture):
         width = fields.integer(own + "embedding_length", Most.WIDTH)
         layers = fields.integer(own + "block_count", Most.LAYERS)
         heads = fields.integer(own + "attention.head_count", Most.HEADS)
-        kv_heads = fields.integer(own + "attention.head_count_kv", heads)
+        kv_heads = fields.integer(own + "attention.head_count_kv", heads, times=layers)
         head_dim = fields.optional_integer(own + "attention.key_length", Most.HEAD_DIM)
         head_dim = _head_dim(fields, head_dim, width, heads, kv_heads)
         value_dim = fields.optional_integer(own + "attention.value_length", Most.HEAD_DIM)

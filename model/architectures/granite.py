@@ -81,6 +81,9 @@ class Granite(GatedDecoder):
         attention = fields.optional_number(own + "attention.scale")  # absent: the usual one
         residual = fields.number(own + "residual_scale")
         divisor = fields.number(own + "logit_scale")
+        for unused in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"):
+            fields.get(f"{own}ssm.{unused}")  # of Granite 4 where no layer is a state space
+        fields.get(own + "expert_shared_feed_forward_length")
         config = super().config_from_gguf(fields, weights)
         return _scaled(config, embedding, attention, residual, divisor)
 

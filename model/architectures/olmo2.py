@@ -77,11 +77,11 @@ class OLMo2(GatedDecoder):
         self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
     ) -> EncodingSpec:
         far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
-        full = full_layers_in_gguf(fields, "olmo2.", layers)
+        full, base = full_layers_in_gguf(fields, "olmo2.", layers), far.options["base"]
         if len(full) == layers:
             return far
-        near = rotation.rope_spec(fields, far.options["base"], far.options["width"])
-        return either(far, full, near)
+        near_base = fields.optional_number("olmo2.rope.freq_base_swa") or base
+        return either(far, full, rotation.rope_spec(fields, near_base, far.options["width"]))
 
 
 def _in_this_order(config: ModelConfig) -> ModelConfig:

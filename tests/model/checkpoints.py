@@ -297,8 +297,9 @@ def describe_gated(writer, config):
             writer.add_uint32(pattern, windows.index(False) + 1)
         else:
             writer.add_array(pattern, windows)
-    if config.model_type == "gemma3_text":
-        writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+    if "sliding_attention" in rope:
+        base = gguf.Keys.Rope.FREQ_BASE_SWA.format(arch=writer.arch)
+        writer.add_float32(base, rope["sliding_attention"]["rope_theta"])
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)

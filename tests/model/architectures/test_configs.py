@@ -331,6 +331,7 @@ def test_gguf(family):
     [
         ({"attention.head_count_kv": ABSENT}, {"num_kv_heads": 6}),
         ({"attention.key_length": 8, "attention.value_length": 8}, {}),
+        ({"attention.head_count_kv": [2, 2, 2]}, {}),
         ({"vocab_size": 99}, {}),
         ({"rope.scaling.type": "none", "expert_count": None}, {}),
         ({"expert_count": 0, "expert_used_count": 0}, {}),
@@ -479,6 +480,15 @@ def test_gguf_of_gemma_3(own, expected):
     assert found == replace(EXPECTED_GGUF["gemma3"], **expected)
 
 
+def test_gguf_of_granite_4():
+    """As llama.cpp's converter writes it where nothing is an expert or a state space."""
+    more = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+    own = {f"ssm.{key}": 4 for key in more} | {"attention.head_count_kv": [2, 2, 2]}
+    own |= {"expert_count": 0, "expert_used_count": 0, "expert_shared_feed_forward_length": 100}
+    own |= {"rope.scaling.finetuned": True, "vocab_size": 99}
+    assert from_gguf("granite", **own) == EXPECTED_GGUF["granite"]
+
+
 def test_olmo_3():
     """YaRN is for the layers without a window, which GGUF stores as OLMo 2 with one."""
     yarn = {"factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2}
@@ -525,7 +535,9 @@ def test_gguf_tells_by_its_tensors():
         ("llama", {"attention.sliding_window": 4096}, "sliding_window"),
         ("llama", {"expert_count": 8}, "expert_count"),
         ("llama", {"tensor_data_layout": "another"}, "tensor_data_layout 'another' is not"),
-        ("llama", {"attention.head_count_kv": [2, 2, 2]}, "from 1 to 6"),
+        ("llama", {"attention.head_count_kv": [2, 2, 1]}, "from 1 to 6"),
+        ("llama", {"attention.head_count_kv": [2, 2]}, "from 1 to 6"),
+        ("llama", {"attention.head_count_kv": []}, "from 1 to 6"),
         ("llama", {"attention.value_length": 16}, "value_length"),
         ("llama", {"rope.dimension_count": 3}, "pairs"),
         ("llama", {"rope.dimension_count": 16}, "from 1 to 8"),
