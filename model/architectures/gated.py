@@ -273,6 +273,8 @@ def rope_by_layer(
     if kinds is None:
         far = rotation.rope_from_hf(fields, head_dim, context, partly=False)
         return either(far, full, rotation.rope_spec(fields, near(), head_dim))
+    if fields.get("rope_scaling") is not None:
+        raise fields.error("rope_parameters and rope_scaling are both there; state one of them")
     specs = {}
     for kind, theta in thetas.items():
         own = {"rope_parameters": kinds.get(kind)}

@@ -441,6 +441,10 @@ def test_gemma_3(changes, expected):
         ({"hidden_activation": "tanh"}, "hidden_activation 'tanh' is not supported"),
         ({"rope_parameters": {GLOBAL: None}}, "rope_local_base_freq' = 10000.0 is not supp"),
         (
+            {"rope_parameters": {GLOBAL: None}, "rope_scaling": EIGHT_TIMES},
+            "rope_parameters and rope_scaling are both there",
+        ),
+        (
             {"rope_parameters": {"rope_type": "linear"}, "rope_theta": ABSENT},
             "rope_parameters: 'rope_type' = 'linear' is not supported",
         ),
