@@ -522,8 +522,11 @@ def _require_same_frequencies(model: Prepared, context: int, device: torch.devic
     """Some models' RoPE frequencies depend on the served length, which was taken to be longer."""
     shape = model.checkpoint.config
     encoding = create(shape.encoding, shape, context, device)
-    if isinstance(encoding, RoPE) and not torch.equal(
-        encoding.frequencies, encoding.frequencies_at(model.context)
+    rules = {encoding.for_layer(layer) for layer in range(shape.num_layers)}
+    if any(
+        isinstance(rule, RoPE)
+        and not torch.equal(rule.frequencies, rule.frequencies_at(model.context))
+        for rule in rules
     ):
         raise CommandError(
             f"the cache of {model.name} holds only {context} tokens, for which RoPE's frequencies "

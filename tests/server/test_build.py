@@ -1,5 +1,6 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
+import json
 import shutil
 from unittest.mock import Mock
 
@@ -256,6 +257,15 @@ def test_frequencies_are_those_of_the_context_that_is_served(tmp_path):
         load(*flags, "1k")
     assert load(*flags, "193")[0].served.max_context == 193
     assert load(*flags, "200")[0].served.max_context == 193  # which turns by the same
+
+
+def test_frequencies_of_layers_that_rotate_otherwise(folder):
+    scaling = {"type": "dynamic", "factor": 2.0, "original_context": 256}
+    others = {"base": 1e4, "width": 8, "layout": "half", "scaling": scaling}
+    flags = [f"m={folder}", "--kv-memory", "100K", "--dtype", "float32"]
+    flags += ["--encoding-option", "layers=[0]", "--encoding-option"]
+    with pytest.raises(CommandError, match="for which RoPE.s frequencies differ"):
+        load(*flags, f"elsewhere={json.dumps(others)}", "--max-model-len", "1k")
 
 
 @pytest.mark.parametrize(("flag", "slots"), [("0", 0), ("77K", 10), (None, 135)])
