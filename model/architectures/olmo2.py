@@ -80,8 +80,9 @@ class OLMo2(GatedDecoder):
         full, base = full_layers_in_gguf(fields, "olmo2.", layers), far.options["base"]
         if len(full) == layers:
             return far
-        near_base = fields.optional_number("olmo2.rope.freq_base_swa") or base
-        return either(far, full, rotation.rope_spec(fields, near_base, far.options["width"]))
+        if fields.optional_number("olmo2.rope.freq_base_swa") not in (None, base):
+            raise fields.error("rope.freq_base_swa differs from rope.freq_base")
+        return either(far, full, rotation.rope_spec(fields, base, far.options["width"]))
 
 
 def _in_this_order(config: ModelConfig) -> ModelConfig:

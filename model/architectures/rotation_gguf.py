@@ -4,6 +4,7 @@ Read as by llama.cpp, where absent keys have a meaning. What would change the an
 understood is refused. Knows no particular family.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,9 +79,13 @@ def _scaling_in_gguf(fields: Fields, own: str, context: int) -> dict[str, Any] |
             scaling[key] = value
     if fields.optional_number(own + "scaling.yarn_ext_factor") not in (None, 1.0):
         raise fields.error("rope.scaling.yarn_ext_factor other than 1 is not supported")
+    # transformers' attention_factor, which llama.cpp's converter writes and llama.cpp replaces.
+    usual, stated = yarn_magnitude(factor), fields.optional_number(own + "scaling.yarn_attn_factor")
+    if stated is not None and not math.isclose(stated, usual, rel_tol=1e-6):
+        raise fields.error(f"rope.scaling.yarn_attn_factor other than {usual:.4f} is not supported")
     magnitude = fields.optional_number(own + "scaling.attn_factor")
     if magnitude is not None:
-        scaling["magnitude"] = yarn_magnitude(factor) * magnitude
+        scaling["magnitude"] = usual * magnitude
     return scaling
 
 

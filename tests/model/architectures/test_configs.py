@@ -508,6 +508,10 @@ def test_olmo_3():
     scaling = {"type": "yarn", "factor": 8.0, "original_context": 64}
     expected = by_layer(windows, 8, far=5e5, near=5e5, scaling=scaling)
     assert from_gguf("olmo2", **own) == replace(EXPECTED["olmo2"], **expected)
+    # As converted from newer files, whose layers with a window have a base of their own.
+    newer = {"rope.freq_base_swa": 5e5, "rope.scaling.yarn_attn_factor": 1.2079441}
+    assert from_gguf("olmo2", **own, **newer) == replace(EXPECTED["olmo2"], **expected)
+    refused_in_gguf("freq_base_swa differs", "olmo2", **own, **{"rope.freq_base_swa": 1e4})
 
 
 def test_gguf_of_exaone_4():
