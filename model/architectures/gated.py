@@ -191,8 +191,8 @@ class GatedDecoder(Architecture):
         return stored.decoder(config, self.gguf_names, qkv_orders=orders)
 
     def copies(self, config: ModelConfig, names: frozenset[str]) -> dict[str, str]:
-        embed = self._names(names).embed
-        return {"lm_head.weight": f"{embed}.weight"} if config.tied_embeddings else {}
+        own = self._names(names)
+        return {f"{own.head}.weight": f"{own.embed}.weight"} if config.tied_embeddings else {}
 
 
 def windows_by_layer(fields: Fields, layers: int) -> tuple[int | None, ...]:

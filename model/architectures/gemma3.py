@@ -39,9 +39,13 @@ class Gemma3(Gemma3Text):
 
     def _names(self, names: frozenset[str]) -> stored.Names:
         """Tensors are as transformers 5 names them, or as it did when the family was published."""
-        at = "language_model.model."
+        at, head = "language_model.model.", "language_model.lm_head"
         if f"{at}embed_tokens.weight" not in names:
-            at = "model.language_model."
+            at, head = "model.language_model.", "lm_head"
         return replace(
-            self.names, embed=f"{at}embed_tokens", norm=f"{at}norm", layer=f"{at}layers.{{}}."
+            self.names,
+            embed=f"{at}embed_tokens",
+            norm=f"{at}norm",
+            head=head,
+            layer=f"{at}layers.{{}}.",
         )

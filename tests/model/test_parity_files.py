@@ -147,6 +147,22 @@ def test_the_text_of_a_model_with_images(older, tmp_path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_the_text_of_a_model_with_images_and_a_head_of_its_own(older, tmp_path):
+    row = FAMILIES["gemma3-biases-untied-scale"]
+    text = drawn(row.config)
+    config = transformers.Gemma3Config(
+        text_config=row.config.to_dict(),
+        vision_config={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+        tie_word_embeddings=False,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    checkpoints.save(model, tmp_path, save_original_format=older)
+    check_folder(tmp_path, text, row)
+
+
 def test_both_names_of_the_head(tmp_path):
     """transformers writes the one of the published files, or the other when told to."""
     model = saved(trained_neox(), tmp_path / "renamed")
