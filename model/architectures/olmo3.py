@@ -9,6 +9,7 @@ from ropewalk.model.architectures.olmo2 import OLMo2
 from ropewalk.model.config import EncodingSpec
 
 THETA = 5e5
+EVERY = 4  # so manieth layer sees all keys, where layer_types does not say which
 
 
 class OLMo3(OLMo2):
@@ -16,11 +17,14 @@ class OLMo3(OLMo2):
     model_class = "Olmo3ForCausalLM"
     gguf_name = None  # olmo2 with a window
     absent: ClassVar[Absent] = OLMo2.absent | by(
-        TRANSFORMERS, rope_theta=THETA, sliding_window=4096, sliding_window_pattern=4
+        TRANSFORMERS, rope_theta=THETA, sliding_window=4096, sliding_window_pattern=EVERY
     )
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         window = fields.integer("sliding_window", Most.CONTEXT)
+        every = fields.get("sliding_window_pattern")
+        if fields.get("layer_types") is None and every not in (None, EVERY):
+            raise fields.error("transformers ignores sliding_window_pattern; state layer_types")
         full = full_layers(fields, layers)
         return tuple(None if layer in full else window for layer in range(layers))
 

@@ -299,6 +299,11 @@ def test_windows_by_layer(kind, changes, windows):
         ("granite", {"attention_multiplier": None}, "attention_multiplier is missing"),
         ("granite", {"num_local_experts": 8}, "'num_local_experts' = 8 is not supported"),
         ("olmo3", {"rope_theta": 1e4}, "versions of transformers read rope_theta differently"),
+        (
+            "olmo3",
+            {"layer_types": ABSENT, "sliding_window_pattern": 2},
+            "transformers ignores sliding_window_pattern; state layer_types",
+        ),
         ("olmo2", {"clip_qkv": 6.0}, "'clip_qkv' = 6.0 is not supported"),
         ("olmo2", {"mlp_bias": True}, "'mlp_bias' = True is not supported"),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
