@@ -46,6 +46,7 @@ HARMLESS = """
     unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_flash_attention_2
     use_flash_attn use_mtp watermarking_config
 """
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers, in config.json
 TRANSFORMERS = "transformers"
 LLAMA_CPP = "llama.cpp"
 ACTIVATIONS: dict[str, Activation] = {

@@ -4,14 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, Most
+from ropewalk.model.architectures import kinds
+from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import (
-    GatedDecoder,
-    full_layers,
-    full_layers_in_gguf,
-    windows_in_gguf,
-)
+from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.olmo2 import OLMo2, norm_of_added
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import ModelConfig
@@ -49,26 +45,24 @@ class Exaone4(GatedDecoder):
         return replace(super().config_from_gguf(fields, weights), block=norm_of_added)
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        rotated = self.rotated_layers(fields, layers)
-        if rotated is None:
+        if self.rotated_layers(fields, layers) is None:
             return (None,) * layers
-        window = fields.integer("sliding_window", Most.CONTEXT)
-        return tuple(window if layer in rotated else None for layer in range(layers))
+        return kinds.windows(fields, layers)
 
     def rotated_layers(self, fields: Fields, layers: int) -> Sequence[int] | None:
         if fields.states("sliding_window") and fields.get("sliding_window") is None:
             for without_effect in ("layer_types", "sliding_window_pattern"):
                 fields.get(without_effect)
             return None
-        return _without(full_layers(fields, layers), layers)
+        return _without(kinds.full_layers(fields, layers), layers)
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        return windows_in_gguf(fields, "exaone4.", layers)
+        return kinds.windows_in_gguf(fields, "exaone4.", layers)
 
     def rotated_layers_in_gguf(self, fields: Fields, layers: int) -> Sequence[int] | None:
         if fields.get("exaone4.attention.sliding_window") is None:
             return None
-        return _without(full_layers_in_gguf(fields, "exaone4.", layers), layers)
+        return _without(kinds.full_layers_in_gguf(fields, "exaone4.", layers), layers)
 
 
 def _without(full: Sequence[int], layers: int) -> Sequence[int]:

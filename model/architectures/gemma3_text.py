@@ -5,19 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from ropewalk.model.architectures import rotation, stored
-from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS, Most
+from ropewalk.model.architectures import kinds, rotation, stored
+from ropewalk.model.architectures.common import FULL, LLAMA_CPP, SLIDING, TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import (
-    FULL,
-    SLIDING,
-    GatedDecoder,
-    either,
-    full_layers,
-    full_layers_in_gguf,
-    rope_by_layer,
-    windows_in_gguf,
-)
+from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.program import Op
 from ropewalk.model.recipes import ADD, Layer
@@ -93,22 +84,20 @@ class Gemma3Text(GatedDecoder):
         return _gemma(replace(config, activation="gelu_tanh"), dim**-0.5)
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        window = fields.integer("sliding_window", Most.CONTEXT)
-        full = full_layers(fields, layers)
-        return tuple(None if layer in full else window for layer in range(layers))
+        return kinds.windows(fields, layers)
 
     def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
-        return rope_by_layer(
+        return kinds.rope_by_layer(
             fields,
             head_dim,
             context,
-            full=full_layers(fields, layers),
+            full=kinds.full_layers(fields, layers),
             thetas={FULL: 1e6, SLIDING: 1e4},
             near=lambda: fields.number("rope_local_base_freq"),
         )
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        return windows_in_gguf(fields, "gemma3.", layers)
+        return kinds.windows_in_gguf(fields, "gemma3.", layers)
 
     def rope_in_gguf(
         self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
@@ -116,7 +105,7 @@ class Gemma3Text(GatedDecoder):
         far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
         base = fields.number("gemma3.rope.freq_base_swa")
         near = rotation.rope_spec(fields, base, far.options["width"])
-        return either(far, full_layers_in_gguf(fields, "gemma3.", layers), near)
+        return kinds.either(far, kinds.full_layers_in_gguf(fields, "gemma3.", layers), near)
 
 
 def _gemma(config: ModelConfig, attention_scale: float) -> ModelConfig:

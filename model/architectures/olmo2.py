@@ -4,15 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from ropewalk.model.architectures import rotation, stored
+from ropewalk.model.architectures import kinds, rotation, stored
 from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, Like, by
-from ropewalk.model.architectures.gated import (
-    GatedDecoder,
-    either,
-    full_layers_in_gguf,
-    windows_in_gguf,
-)
+from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import EncodingSpec, ModelConfig
 from ropewalk.model.program import Op
@@ -71,18 +66,18 @@ class OLMo2(GatedDecoder):
         return _in_this_order(super().config_from_gguf(fields, weights))
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        return windows_in_gguf(fields, "olmo2.", layers)
+        return kinds.windows_in_gguf(fields, "olmo2.", layers)
 
     def rope_in_gguf(
         self, fields: Fields, weights: WeightFile, head_dim: int, context: int, layers: int
     ) -> EncodingSpec:
         far = super().rope_in_gguf(fields, weights, head_dim, context, layers)
-        full, base = full_layers_in_gguf(fields, "olmo2.", layers), far.options["base"]
+        full, base = kinds.full_layers_in_gguf(fields, "olmo2.", layers), far.options["base"]
         if len(full) == layers:
             return far
         if fields.optional_number("olmo2.rope.freq_base_swa") not in (None, base):
             raise fields.error("rope.freq_base_swa differs from rope.freq_base")
-        return either(far, full, rotation.rope_spec(fields, base, far.options["width"]))
+        return kinds.either(far, full, rotation.rope_spec(fields, base, far.options["width"]))
 
 
 def _in_this_order(config: ModelConfig) -> ModelConfig:

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from ropewalk.model.architectures.common import TRANSFORMERS, Most
+from ropewalk.model.architectures import kinds
+from ropewalk.model.architectures.common import FULL, SLIDING, TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import FULL, SLIDING, full_layers, rope_by_layer
 from ropewalk.model.architectures.olmo2 import OLMo2
 from ropewalk.model.config import EncodingSpec
 
@@ -21,12 +21,10 @@ class OLMo3(OLMo2):
     )
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        window = fields.integer("sliding_window", Most.CONTEXT)
         every = fields.get("sliding_window_pattern")
         if fields.get("layer_types") is None and every not in (None, EVERY):
             raise fields.error("transformers ignores sliding_window_pattern; state layer_types")
-        full = full_layers(fields, layers)
-        return tuple(None if layer in full else window for layer in range(layers))
+        return kinds.windows(fields, layers)
 
     def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
         def near() -> float:
@@ -37,11 +35,11 @@ class OLMo3(OLMo2):
                 )
             return THETA
 
-        return rope_by_layer(
+        return kinds.rope_by_layer(
             fields,
             head_dim,
             context,
-            full=full_layers(fields, layers),
+            full=kinds.full_layers(fields, layers),
             thetas={FULL: THETA, SLIDING: THETA},
             near=near,
         )

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import ClassVar
 
+from ropewalk.model.architectures import kinds
 from ropewalk.model.architectures.common import TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
+from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.weights.base import WeightFile
@@ -33,7 +34,7 @@ class Qwen2(GatedDecoder):
         return True, False, False
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        return windows_by_layer(fields, layers)
+        return kinds.windows_by_layer(fields, layers)
 
     def config_from_gguf(self, fields: Fields, weights: WeightFile) -> ModelConfig:
         # A file without these biases is broken, not a Qwen2 without biases.

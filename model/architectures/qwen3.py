@@ -2,9 +2,10 @@
 
 from typing import ClassVar
 
+from ropewalk.model.architectures import kinds
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
+from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.qwen2 import Qwen2
 
 
@@ -23,4 +24,4 @@ class Qwen3(GatedDecoder):
         return attention, attention, False
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
-        return windows_by_layer(fields, layers)
+        return kinds.windows_by_layer(fields, layers)

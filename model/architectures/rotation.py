@@ -8,7 +8,7 @@ ignoring it could change the answers. Knows descriptions, no particular family.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ropewalk.model.architectures.common import TRANSFORMERS, Most
+from ropewalk.model.architectures.common import FULL, TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Fields, Like, by
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.common.rope_scaling import longrope_magnitude, yarn_magnitude
@@ -116,7 +116,9 @@ def rope_from_hf(
 
 def trained_context(fields: Fields, encoding: EncodingSpec, context: int) -> int:
     """Positions the model was trained for. context: max_position_embeddings."""
-    sections = (fields, fields.section("rope_parameters"), fields.section("rope_scaling"))
+    newer = fields.section("rope_parameters")
+    of_kind = None if newer is None else newer.section(FULL)
+    sections = (fields, newer, of_kind, fields.section("rope_scaling"))
     stated = any(part is not None and part.get(ORIGINAL) is not None for part in sections)
     return stretched(encoding, context) if stated else context
 

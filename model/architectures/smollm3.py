@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+from ropewalk.model.architectures import kinds
 from ropewalk.model.architectures.common import TRANSFORMERS, Most
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import GatedDecoder, windows_by_layer
+from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
 
 
@@ -35,7 +36,7 @@ class SmolLM3(GatedDecoder):
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         fields.get("max_window_layers")  # published, but unknown to the family's definition
         if fields.get("layer_types") is not None:
-            return windows_by_layer(fields, layers)
+            return kinds.windows_by_layer(fields, layers)
         window = fields.optional_integer("sliding_window", Most.CONTEXT)
         if not fields.flag("use_sliding_window"):
             window = None

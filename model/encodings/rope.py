@@ -135,8 +135,8 @@ class RoPE(PositionalEncoding):
             )
         elsewhere = options.get("elsewhere")
         if elsewhere is not None:
-            own = {"layers", "elsewhere", "storage"}
-            if layers is None or not isinstance(elsewhere, Mapping) or own & elsewhere.keys():
+            given = elsewhere.keys() if isinstance(elsewhere, Mapping) else set()
+            if layers is None or not REQUIRED <= given <= REQUIRED | {"scaling"}:
                 raise EncodingError(
                     "rope's elsewhere needs layers, and has itself only base, width, layout and "
                     f"scaling, but is {elsewhere!r}."

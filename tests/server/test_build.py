@@ -264,7 +264,7 @@ def test_frequencies_of_layers_that_rotate_otherwise(folder):
     others = {"base": 1e4, "width": 8, "layout": "half", "scaling": scaling}
     flags = [f"m={folder}", "--kv-memory", "100K", "--dtype", "float32"]
     flags += ["--encoding-option", "layers=[0]", "--encoding-option"]
-    with pytest.raises(CommandError, match="for which RoPE.s frequencies differ"):
+    with pytest.raises(CommandError, match="for which RoPE's frequencies differ"):
         load(*flags, f"elsewhere={json.dumps(others)}", "--max-model-len", "1k")
 
 

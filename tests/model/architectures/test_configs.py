@@ -506,6 +506,8 @@ def test_olmo_3():
     windows = (40, 40, None)
     expected = by_layer(windows, 8, far=5e5, near=5e5, scaling=scaling)
     assert found == replace(EXPECTED["olmo2"], trained_context=65536, **expected)
+    newer = {GLOBAL: {"rope_type": "yarn", **yarn}, LOCAL: {"rope_type": "default"}}
+    assert hf("olmo3", rope_theta=ABSENT, rope_parameters=newer) == found
     assert hf("olmo3").encoding == rope(5e5, 8)  # all layers rotate alike
     yarn = {"scaling.type": "yarn", "scaling.factor": 8.0, "scaling.original_context_length": 64}
     own = {f"rope.{key}": value for key, value in yarn.items()}

@@ -310,7 +310,7 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"scaling": {"type": "ntk"}}, "'ntk'"),
         ({"elsewhere": ROPE}, "elsewhere needs layers"),
         ({"layers": [0], "elsewhere": ROPE | {"storage": "raw"}}, "has itself only base, width"),
-        ({"layers": [0], "elsewhere": {"base": 5.0}}, "takes the options base, width and layout"),
+        ({"layers": [0], "elsewhere": {"base": 5.0}}, "has itself only base, width"),
         ({"layers": [0], "elsewhere": [1]}, r"but is \[1\]"),
         ({"storage": "page"}, "storage must be one of absolute, raw, block, but is 'page'"),
     ],
