@@ -95,6 +95,7 @@ class Curve(PositionalEncoding):
 
 
 ENCODINGS = {name: EncodingSpec(name, find(name).usual_options(CONFIG)) for name in names()} | {
+    "rope-by-layer": tiny.ENCODINGS["rope-by-layer"],
     "rope-scaled": EncodingSpec(
         "rope", ROPE | {"scaling": {"type": "yarn", "factor": 4.0, "original_context": 24}}
     ),
