@@ -69,7 +69,10 @@ class LessOne:
     """Stored as the difference from 1, like the norms of Gemma."""
 
     def undo(self, tensor: Tensor) -> Tensor:
-        return 1 + tensor.float()  # rounded once, when it is copied to the decoder
+        # Added in float32 and rounded once, when it is copied to the decoder. Not on "meta", where
+        # only the shape is asked for: there an addition makes torch import its compiler, which
+        # takes seconds and leaves an error whose frames keep the weights.
+        return tensor if tensor.is_meta else 1 + tensor.float()
 
 
 @dataclass(frozen=True, slots=True)

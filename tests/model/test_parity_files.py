@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ropewalk.model.architectures.stored import LessOne
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints
@@ -125,6 +126,12 @@ def test_other_tensors_are_refused(name, tmp_path):
 def renamed(tensors):
     """The head as transformers calls it in memory."""
     return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
+
+
+def test_norms_less_one_are_added_to_but_not_for_their_shape():
+    shape = torch.empty(3, device="meta")
+    assert LessOne().undo(shape) is shape  # an addition would import torch's compiler
+    assert LessOne().undo(torch.tensor([0.5, -1.0]).bfloat16()).tolist() == [1.5, 0.0]
 
 
 @pytest.mark.parametrize("older", [False, True])
