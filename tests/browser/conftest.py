@@ -23,10 +23,18 @@ def family(browser):
         yield address
 
 
+@pytest.fixture(scope="package")
+def context(browser):
+    """A tab has storage of its own, and another context takes longer than most tests."""
+    made = browser.new_context(reduced_motion="reduce")
+    made.new_page()  # while it is open, so is the window, and others open in half the time
+    return made
+
+
 @pytest.fixture
-def opened(browser):
+def opened(context):
     """Opens a page, which may ask nobody but its server, and none of whose scripts may fail."""
-    faults, context = [], browser.new_context(reduced_motion="reduce")
+    faults = []
 
     def open_page(address: str):
         page = context.new_page()
@@ -49,7 +57,8 @@ def opened(browser):
         return page
 
     yield open_page
-    context.close()
+    for page in context.pages[1:]:
+        page.close()
     assert faults == []
 
 
