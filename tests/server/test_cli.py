@@ -349,7 +349,7 @@ def test_as_a_program() -> None:
 
 
 def test_a_reader_that_has_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "ropewalk", "encodings"]
+    command = [sys.executable, "-m", "ropewalk", "serve", "--help"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
     ) as process:

@@ -15,17 +15,15 @@ from ropewalk.server.terminal import JsonLines
 from tests.server.sockets import exchange, free_port
 
 SERVE = """
-    import asyncio, logging, warnings
+    import asyncio, logging, sys, warnings
     from ropewalk.server.http import protocol
     from ropewalk.server.terminal import configure_logs
     from tests.server.toy import toy_app
 
-    configure_logs("info", {form!r})
-    app = toy_app()
-    config = protocol.uvicorn_config(app, host="127.0.0.1", port={port}, log_config=None)
-    server = protocol.Server(config, app.state.drain, 1.0)
-
-    async def serve():
+    async def serve(port):
+        app = toy_app()
+        config = protocol.uvicorn_config(app, host="127.0.0.1", port=port, log_config=None)
+        server = protocol.Server(config, app.state.drain, 1.0)
         task = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
@@ -39,34 +37,42 @@ SERVE = """
         server.handle_exit(15, None)
         await task
 
-    asyncio.run(serve())
+    for form, port in zip(sys.argv[1::2], sys.argv[2::2]):
+        logging.root.handlers.clear()
+        configure_logs("info", form)
+        asyncio.run(serve(int(port)))
+        print("---", file=sys.stderr, flush=True)
 """
 
 
-def logged(form: str) -> list[str]:
-    """Everything on standard error of a server that is asked a few things and stopped."""
-    port = free_port()
-    code = textwrap.dedent(SERVE).format(form=form, port=port)
+@pytest.fixture(scope="module")
+def logged() -> list[list[str]]:
+    """All on standard error, as JSON and as text, of servers asked a few things and stopped."""
+    ports = free_port(), free_port()
+    code = textwrap.dedent(SERVE)
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, "json", str(ports[0]), "text", str(ports[1])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "started\n"
-    for path in ("/v1/models/", "/v1/no%0Awhere", "/health"):
-        head = f"GET {path} HTTP/1.1\r\nhost: toy\r\nx-request-id: abc\r\nconnection: close\r\n\r\n"
-        exchange(f"http://127.0.0.1:{port}", head.encode())
-    exchange(f"http://127.0.0.1:{port}", b"NONSENSE\r\n\r\n")
-    _, said = process.communicate("\n", timeout=30)
+    for port in ports:
+        assert process.stdout.readline() == "started\n"
+        for path in ("/v1/models/", "/v1/no%0Awhere", "/health"):
+            head = f"GET {path} HTTP/1.1\r\nhost: toy\r\nx-request-id: abc\r\n"
+            exchange(f"http://127.0.0.1:{port}", f"{head}connection: close\r\n\r\n".encode())
+        exchange(f"http://127.0.0.1:{port}", b"NONSENSE\r\n\r\n")
+        process.stdin.write("\n")
+        process.stdin.flush()
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 0, said
-    return said.splitlines()
+    return [lines.splitlines() for lines in said.split("---\n")]
 
 
 @pytest.fixture(scope="module")
-def entries() -> list[dict]:
-    return [json.loads(line) for line in logged("json")]
+def entries(logged) -> list[dict]:
+    return [json.loads(line) for line in logged[0]]
 
 
 def test_every_line_is_an_object(entries):
@@ -96,8 +102,8 @@ def test_a_failure_has_its_trace(entries):
     assert failed["exception"].endswith("ZeroDivisionError: division by zero")
 
 
-def test_bytes_that_are_no_http_have_one_line():
-    said = logged("text")
+def test_bytes_that_are_no_http_have_one_line(logged):
+    said = logged[1]
     assert sum("Invalid HTTP request" in line for line in said) == 0
     assert sum("bad_request" in line for line in said) == 1
     assert any(" INFO ropewalk.http: GET /v1/models/ 200, " in line for line in said)

@@ -180,7 +180,7 @@ def test_a_full_context_is_shortened_under_a_grammar(grammars, encoding):
     decoder = tiny(encoding)
     small = Limits(max_seqs=6, max_step_tokens=16, max_context=24, max_queue=100)
     made = grammars_of(LETTERS)
-    regexes = (r"(rope walk ){9}end", r"[a-f]{20}(xyz){20}")
+    regexes = (r"(rope walk ){4}end", r"[a-f]{15}(xyz){10}")
     starts = [compiled(made, Grammar(Kind.REGEX, regex)) for regex in regexes]
     for overflow in (Overflow.SHIFT, Overflow.SLIDE) if encoding == "t5" else (Overflow.SHIFT,):
         running, manager, scheduler = engine(decoder, decoder, 30, small)

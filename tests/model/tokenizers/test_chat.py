@@ -23,6 +23,14 @@ CHATML = """{% for message in messages %}
 """
 
 
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch):
+    """test_chat_process.py shows what a second one is for, and what the usual limits are."""
+    monkeypatch.setattr(chat, "AT_ONCE", 1)
+    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.1)
+
+
 def render(source, messages=MESSAGES, *, prompt=False):
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render(
         messages, add_generation_prompt=prompt
@@ -95,8 +103,7 @@ def test_a_template_s_own_refusal_is_passed_on():
         ("{% for i in range(10 ** 6) %}x{% endfor %}", "failed on these messages"),
     ],
 )
-def test_whatever_goes_wrong_is_one_error_of_one_sentence(source, message, monkeypatch):
-    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.5)  # as what reaches it takes as long
+def test_whatever_goes_wrong_is_one_error_of_one_sentence(source, message):
     with pytest.raises(ChatTemplateError, match=message) as caught:
         render(source)
     assert "\n" not in str(caught.value)
