@@ -28,10 +28,10 @@ def running(tmp_path_factory):
 
 
 def test_bodies_find_nothing(running, tmp_path):
-    went = campaign.run(bodies_kind(running), Progress("bodies", 1), 2000, tmp_path)
-    assert not went.found and went.done == 2000
+    went = campaign.run(bodies_kind(running), Progress("bodies", 1), 1000, tmp_path)
+    assert not went.found and went.done == 1000
     # Most answers would be refusals if the bodies were too wrong to reach any code.
-    assert went.answers["200"] > 400 and went.answers["400"] > 400
+    assert went.answers["200"] > 200 and went.answers["400"] > 200
 
 
 def test_streams_of_bytes_find_nothing(running, tmp_path):

@@ -43,8 +43,8 @@ def test_a_list_that_is_answered_at_once_compares_nothing(monkeypatch, capsys):
 
 
 def test_small_requests_beside_a_small_list(capsys):
-    words = ["--model", "ropewalk-rope", "--prompts", "128", "--prompt-tokens", "32"]
+    words = ["--model", "ropewalk-rope", "--prompts", "64", "--prompt-tokens", "32"]
     assert main(words) == 0
     alone, beside = capsys.readouterr().out.splitlines()
     assert alone.startswith("alone: a small request takes ")
-    assert beside.startswith("beside 128 prompts: a small request takes ")
+    assert beside.startswith("beside 64 prompts: a small request takes ")
