@@ -351,7 +351,10 @@ def test_as_a_program() -> None:
 def test_a_reader_that_has_enough_is_no_error() -> None:
     reads, writes = os.pipe()
     os.close(reads)
-    command = [sys.executable, "-m", "ropewalk", "serve", "--help"]
-    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, cwd=ROOT, text=True)
+    command = [sys.executable, "-m", "ropewalk", "version"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        command, stdout=writes, stderr=subprocess.PIPE, cwd=ROOT, text=True, env=buffered
+    )
     os.close(writes)
     assert (done.returncode, done.stderr) == (1, "")

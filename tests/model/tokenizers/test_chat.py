@@ -27,8 +27,8 @@ CHATML = """{% for message in messages %}
 def one_process(monkeypatch):
     """test_chat_process.py shows what a second one is for, and what the usual limits are."""
     monkeypatch.setattr(chat, "AT_ONCE", 1)
-    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.3)
-    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
 
 
 def render(source, messages=MESSAGES, *, prompt=False):

@@ -71,8 +71,8 @@ def ended(pid, seconds=5.0):
 @pytest.fixture
 def impatient(monkeypatch):
     """Shorter limits, as what reaches them takes as long."""
-    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.3)
-    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.1)
+    monkeypatch.setattr(chat, "COMPILE_SECONDS", 0.5)
+    monkeypatch.setattr(chat, "RENDER_SECONDS", 0.2)
 
 
 @pytest.mark.parametrize(
