@@ -12,7 +12,7 @@ from tests.model.tiny import CONFIG, ENCODINGS, program_of, tiny
 
 STEPS = 4
 LAYERS, KV_HEADS, HEADS = 2, 2, 4  # of audit_arms.tiny
-PROMPT = [random.Random(3).randrange(CONFIG.vocab_size) for _ in range(20)]
+PROMPT = random.Random(3).choices(range(CONFIG.vocab_size), k=20)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

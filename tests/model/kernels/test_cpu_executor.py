@@ -564,7 +564,7 @@ class Shared(Fire):
 def test_a_bias_is_kept_for_every_kind_of_attention_that_reads_it(kernels, monkeypatch):
     monkeypatch.setitem(ENCODINGS, "shared", EncodingSpec(f"{__name__}:Shared", FIRE))
     plain = tiny("shared", dtype=torch.float32, windows=(None, 8, None))
-    tokens = [random.Random(1).randrange(61) for _ in range(1500)]  # a bias of many pages
+    tokens = random.Random(1).choices(range(61), k=1500)  # a bias of many pages
     expected = run_uncached(plain, tokens)
     found = run_uncached(on_kernels(plain, kernels), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
