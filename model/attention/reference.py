@@ -64,10 +64,18 @@ class ReferenceAttention:
         offsets [context]: of the keys, in their blocks.
         """
         queries = q.to(self.dtype)
-        if rotation is not None:
-            queries = rotation.queries(queries, positions)
-            keys = rotation.keys(keys, key_positions, offsets)
-        return torch.einsum("qhd,khd->hqk", queries, keys) * self.spec.scale
+        if rotation is None:
+            return self._products(queries, keys)
+        near, *far = (
+            self._products(*side)
+            for side in rotation.sides(queries, keys, positions, key_positions, offsets)
+        )
+        if rotation.far is None:
+            return near
+        return torch.where(rotation.far.between(positions, key_positions), far[0], near)
+
+    def _products(self, q: Tensor, keys: Tensor) -> Tensor:
+        return torch.einsum("qhd,khd->hqk", q, keys) * self.spec.scale
 
     def hidden(self, rows: int, context: int, device: torch.device) -> Tensor:
         """[rows, context]: the keys that each of the last `rows` tokens does not attend to."""

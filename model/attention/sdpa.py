@@ -70,10 +70,8 @@ class SdpaAttention:
     ) -> Tensor:
         """Attend for all requests of `batch`, padded to the longest."""
         keys, values = self._gather(kv, batch, q.dtype)
-        if rotation is not None:
-            q = rotation.queries(q, batch.positions)
-            keys = self._turned(keys, batch, kv.keys.shape[1], rotation)
         rows = self._padded_rows(batch)  # [R, max_query]
+        positions, key_positions = batch.positions, batch.key_positions(kv.keys.shape[1])
         index = self._query_index(batch)
         gap = index[:, :, None] - torch.arange(keys.shape[2], device=q.device)
         used = torch.arange(keys.shape[2], device=q.device) < batch.context_lens[:, None]
@@ -86,9 +84,28 @@ class SdpaAttention:
         if isinstance(bias, DenseBias):
             mask = mask + bias.values[:, rows].transpose(0, 1).to(wide)
         elif bias is not None:
-            key_positions = batch.key_positions(kv.keys.shape[1])
-            between = bias.between(batch.positions[rows], key_positions)
+            between = bias.between(positions[rows], key_positions)
             mask = mask + between.transpose(0, 1).to(wide)
+        if rotation is not None:
+            offsets = torch.arange(keys.shape[2], device=q.device) % kv.keys.shape[1]
+            stored = keys.transpose(1, 2)  # [R, max_context, kv_heads, head_dim]
+            sides = rotation.sides(
+                *(q, stored.flatten(0, 1), positions, key_positions.flatten()),
+                offsets.repeat(len(stored)),
+            )
+            (q, near), *others = (
+                (of_q, of_keys.view(stored.shape).transpose(1, 2)) for of_q, of_keys in sides
+            )
+            keys = near
+            if rotation.far is not None:
+                # Every key twice, each time beside its own query, and seen as near or as far.
+                ((of_far, far),) = others
+                q, none = torch.cat((q, of_far), dim=-1), torch.zeros_like(near)
+                keys = torch.cat((torch.cat((near, none), -1), torch.cat((none, far), -1)), dim=2)
+                values = torch.cat((values, values), dim=2)
+                is_far = rotation.far.between(positions[rows], key_positions)[:, None]
+                masks = (mask.masked_fill(each, -torch.inf) for each in (is_far, ~is_far))
+                mask = torch.cat((*masks,), dim=-1)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
         out = F.scaled_dot_product_attention(
             padded,
@@ -115,17 +132,6 @@ class SdpaAttention:
         keys, values = (each.flatten(1, 2)[:, :longest] for each in kv.read(tables, dtype=dtype))
         keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
         return keys.transpose(1, 2), values.transpose(1, 2)
-
-    @staticmethod
-    def _turned(keys: Tensor, batch: ForwardBatch, block_size: int, rotation: Rotation) -> Tensor:
-        """Rotate gathered keys, [R, kv_heads, max_context, head_dim]."""
-        positions = batch.key_positions(block_size)
-        offsets = torch.arange(positions.shape[1], device=positions.device) % block_size
-        rows = keys.transpose(1, 2)
-        rotated = rotation.keys(
-            rows.flatten(0, 1), positions.flatten(), offsets.repeat(len(positions))
-        )
-        return rotated.view(rows.shape).transpose(1, 2)
 
     @staticmethod
     def _padded_rows(batch: ForwardBatch) -> Tensor:

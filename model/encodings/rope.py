@@ -16,15 +16,17 @@ from ropewalk.cache.kv import sent
 from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
+    MAX_POSITIONS,
     EncodingError,
     PositionalEncoding,
     chunks,
     inherits,
+    need_integer,
     need_table,
 )
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rope_scaling import Scaling, frequencies, scaling_from
-from ropewalk.model.encodings.common.rotary import Layout, Rotation, rotate_pairs
+from ropewalk.model.encodings.common.rotary import Far, Layout, Rotation, rotate_pairs
 
 REQUIRED = frozenset({"base", "width", "layout"})
 
@@ -36,6 +38,12 @@ class RoPE(PositionalEncoding):
     unless a scaling changes that. `half` pairs coordinate i with i + width/2 (Llama as published
     on Hugging Face), `interleaved` pairs 2i with 2i + 1 (GPT-J). Coordinates past `width` are
     unchanged.
+
+    `near` and `group` serve longer contexts than a model was trained for, without training. Keys
+    nearer than `near` are rotated as ever. For those farther away, positions are divided by
+    `group` and rounded down, and the query's has near - near // group added, so that distances
+    go on from there (Self-Extend, arXiv 2401.01325, section 3.2). In one group of all positions,
+    every far key is as if at distance `near` (Su's ReRoPE).
 
     Under `dynamic` and `longrope` the frequencies of a published model depend on the length of
     the sequence, which would invalidate keys cached earlier. Here they are those for the served
@@ -53,6 +61,10 @@ class RoPE(PositionalEncoding):
         "layers": "indices of the layers whose queries and keys are rotated; default all",
         "elsewhere": "how the other layers are rotated: an object with base, width, layout and "
         "perhaps scaling; default not at all",
+        "near": "the distance from which on keys are rotated as group says, for contexts "
+        "longer than trained; storage is raw then; default none",
+        "group": "how many positions share one rotation for far keys, as in Self-Extend; default "
+        "all, as in ReRoPE",
         "storage": "how stored keys are rotated: absolute (by their position), raw (not at all) or "
         "block (by their offset within the block); default absolute",
     }
@@ -74,6 +86,8 @@ class RoPE(PositionalEncoding):
         layers: Sequence[int] | None = None,
         elsewhere: "RoPE | None" = None,
         storage: KeyStorage = KeyStorage.ABSOLUTE,
+        near: int | None = None,
+        group: int | None = None,
     ) -> None:
         super().__init__()
         self.base = base
@@ -95,7 +109,8 @@ class RoPE(PositionalEncoding):
         self.cos, self.sin = ((table * self.magnitude).to(device) for table in tables)
         self.left: Rotation | None = None  # what is left to attention
         if storage is KeyStorage.RAW:
-            self.left = Rotation(self.cos, self.sin, layout, storage)
+            far = None if near is None else _far(near, group or context, context, device)
+            self.left = Rotation(self.cos, self.sin, layout, storage, far=far)
         elif storage is KeyStorage.BLOCK:  # stored keys include the magnitude already
             self.left = Rotation(cos, sin, layout, storage, self.magnitude)
 
@@ -110,7 +125,7 @@ class RoPE(PositionalEncoding):
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
                 "rope takes the options base, width and layout, and optionally scaling, layers, "
-                f"elsewhere and storage, but got {sorted(options)}."
+                f"elsewhere, near, group and storage, but got {sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
         need_table("rope", context, width // 2)
@@ -128,10 +143,22 @@ class RoPE(PositionalEncoding):
                 f"rope's layers must be indices from 0 to {config.num_layers - 1}, "
                 f"but are {list(layers)}."
             )
-        storage = options.get("storage", KeyStorage.ABSOLUTE)
+        near, group = options.get("near"), options.get("group")
+        for name in ("near", "group"):
+            if options.get(name) is not None:
+                need_integer("rope", name, options[name], 1, MAX_POSITIONS)
+        if group is not None and near is None:
+            raise EncodingError("rope's group says how far keys are rotated; set near as well.")
+        usual = KeyStorage.ABSOLUTE if near is None else KeyStorage.RAW
+        storage = options.get("storage", usual)
         if storage not in list(KeyStorage):
             raise EncodingError(
                 f"rope's storage must be one of {', '.join(KeyStorage)}, but is {storage!r}."
+            )
+        if near is not None and storage != KeyStorage.RAW:
+            raise EncodingError(
+                "rope's near gives a key two rotations, so keys must be stored without any: leave "
+                f"storage out, or set it to raw instead of {storage}."
             )
         elsewhere = options.get("elsewhere")
         if elsewhere is not None:
@@ -152,6 +179,8 @@ class RoPE(PositionalEncoding):
             layers=layers,
             elsewhere=elsewhere,
             storage=KeyStorage(storage),
+            near=near,
+            group=group,
         )
 
     @classmethod
@@ -162,6 +191,8 @@ class RoPE(PositionalEncoding):
         tensors = {"cos": self.cos, "sin": self.sin, "frequencies": self.frequencies}
         if self.left is not None:
             tensors |= {"left.cos": self.left.cos, "left.sin": self.left.sin}
+            if self.left.far is not None:
+                tensors |= {"far.queries": self.left.far.queries, "far.keys": self.left.far.keys}
         others = self.elsewhere.fixed_tensors()
         return tensors | {f"elsewhere.{name}": tensor for name, tensor in others.items()}
 
@@ -235,9 +266,9 @@ class RoPE(PositionalEncoding):
     def work(self, config: ModelConfig, context: int, block_size: int) -> PositionalWork:
         """Six operations for each rotated pair, and a row of both tables for each angle.
 
-        Absolute: the new query and key. Raw: the query and every key. Block: the query once per
-        block, and the new key; a kernel may rotate each block's keys instead when they are fewer
-        than the queries that attend to them.
+        Absolute: the new query and key. Raw: the query and every key; the query twice where far
+        keys are rotated otherwise. Block: the query once per block, and the new key; a kernel may
+        rotate each block's keys instead when they are fewer than the queries that attend to them.
         """
         by_rule: dict[PositionalEncoding, list[int]] = {}
         for layer, keys in enumerate(config.seen(context)):
@@ -254,7 +285,8 @@ class RoPE(PositionalEncoding):
             case KeyStorage.ABSOLUTE:
                 queries, rotated, angles = len(keys), len(keys), 1
             case KeyStorage.RAW:
-                queries, rotated, angles = len(keys), sum(keys), max(keys)
+                twice = self.left is not None and self.left.far is not None
+                queries, rotated, angles = len(keys) * (1 + twice), sum(keys), max(keys) + twice
             case KeyStorage.BLOCK:
                 blocks = [-(-count // block_size) for count in keys]
                 queries, rotated, angles = sum(blocks), len(keys), max(blocks) + 1
@@ -264,6 +296,14 @@ class RoPE(PositionalEncoding):
             flops=heads * 3 * self.width,
             bytes=angles * self.width * self.cos.element_size(),
         )
+
+
+def _far(near: int, group: int, context: int, device: torch.device) -> Far:
+    """Positions of the tables for far keys, and for queries that see them; see RoPE."""
+    grouped = torch.arange(context) // group
+    # Nothing is far in a context that short, but kernels may look at rows of the table.
+    of_queries = (grouped + near - near // group).clamp(max=context - 1)
+    return Far(near, of_queries.to(device), grouped.to(device))
 
 
 def tables_of(encoding: PositionalEncoding, head_dim: int) -> RoPE | None:

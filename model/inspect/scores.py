@@ -319,6 +319,9 @@ class Looked:
     def _turning(self) -> list[tuple[tuple[int, int], float]]:
         """Pairs of coordinates and radians per position, fastest first."""
         encoding, some = self.encoding, min(self._served.context, 1 << 12)
+        left = encoding.rotation()
+        if left is not None and left.far is not None:  # a pair has no one speed
+            return []
         if isinstance(encoding, RoPE) and _has_its_speeds(encoding, some):
             half = encoding.width // 2
             pairs = [
@@ -326,7 +329,7 @@ class Looked:
                 for i in range(half)
             ]
             return list(zip(pairs, encoding.frequencies.tolist(), strict=True))
-        if not rotates(encoding) or encoding.rotation() is not None:
+        if not rotates(encoding) or left is not None:
             return []
         found = find_pair_rotation(encoding, self.config, some)
         if found is None:

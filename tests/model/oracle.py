@@ -96,8 +96,7 @@ class _Model:
             q, k, v = vectors[head], vectors[heads + group], vectors[heads + groups + group]
             if config.qk_norm and not config.qk_norm_whole:
                 q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
-            q, k = rule.turned(layer, q, positions), rule.turned(layer, k, positions)
-            scores = q @ k.T * scale
+            scores = rule.products(layer, q, k, positions) * scale
             if bias is not None:
                 scores = scores + bias[head]
             powers = (scores - scores.max()).exp() * self.seen(layer, len(x))
@@ -156,6 +155,10 @@ class NoPosition:
     def turned(self, layer, x, positions):
         return x
 
+    def products(self, layer, q, k, positions):
+        """[queries, keys] of one head."""
+        return self.turned(layer, q, positions) @ self.turned(layer, k, positions).T
+
     def bias(self, layer, positions):
         """[heads, queries, keys], or None."""
         return None
@@ -185,6 +188,17 @@ class Rotary(NoPosition):
             y[:, a] = x[:, a] * cos - x[:, b] * sin
             y[:, b] = x[:, a] * sin + x[:, b] * cos
         return y
+
+    def products(self, layer, q, k, positions):
+        """From the distance `near` on with other positions (2401.01325, equations 3 and 4)."""
+        found, near = super().products(layer, q, k, positions), self.options.get("near")
+        if near is None or layer not in (self.options.get("layers") or [layer]):
+            return found
+        group = self.options.get("group") or len(positions) + int(positions[0]) + near
+        shift = near - near // group
+        of_q, of_k = positions // group + shift, positions // group
+        far = self.turned(layer, q, of_q) @ self.turned(layer, k, of_k).T
+        return torch.where(positions[:, None] - positions >= near, far, found)
 
     def angle(self, positions, speed):
         return positions.to(self.tables) * speed.to(self.tables)

@@ -57,7 +57,7 @@ CONTRACT = [
     (name, storage)
     for name, spec in ENCODINGS.items()
     if "storage" not in spec.options
-    for storage in (KeyStorage if spec.name == "rope" else [None])
+    for storage in (KeyStorage if spec.name == "rope" and "near" not in spec.options else [None])
 ]
 
 

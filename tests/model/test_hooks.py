@@ -17,7 +17,7 @@ from ropewalk.model.encodings.base import (
     create,
 )
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
-from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.encodings.common.rotary import Far, Rotation
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.encodings.rope import RoPE
 from tests.model.tiny import CONFIG, CONTEXT, CPU, ENCODINGS, tiny
@@ -147,6 +147,26 @@ def test_score_bias(bias, why):
 )
 def test_rotation(shape, why):
     turning = Rotation(torch.ones(shape), torch.zeros(shape), "half", KeyStorage.RAW)
+    own = with_hooks(rotation=lambda self: turning)
+    with pytest.raises(EncodingError, match=why):
+        check_hooks(own, CONFIG, CONTEXT, CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"start": 0}, "must start at a distance of 1 or more"),
+        ({"queries": torch.arange(CONTEXT - 1)}, f"an int64 for each of {CONTEXT} positions"),
+        ({"keys": torch.arange(CONTEXT).int()}, f"an int64 for each of {CONTEXT} positions"),
+        ({"keys": torch.arange(CONTEXT) - 1}, f"positions that are not in a table of {CONTEXT}"),
+        ({"queries": torch.arange(CONTEXT) + 1}, "positions that are not in a table"),
+        ({}, "which only raw keys can be"),
+    ],
+)
+def test_rotation_of_far_keys(changes, why):
+    storage = KeyStorage.RAW if changes else KeyStorage.BLOCK
+    far = replace(Far(9, torch.arange(CONTEXT), torch.arange(CONTEXT)), **changes)
+    turning = Rotation(*torch.ones(2, CONTEXT, 4), "half", storage, far=far)
     own = with_hooks(rotation=lambda self: turning)
     with pytest.raises(EncodingError, match=why):
         check_hooks(own, CONFIG, CONTEXT, CPU)

@@ -227,6 +227,26 @@ def grown_again(rotation):
     return rotation and replace(rotation, magnitude=rotation.magnitude * 1.1)
 
 
+def of_far(change):
+    """Layers that have none are right."""
+    return lambda rotation: (
+        replace(rotation, far=change(rotation.far)) if rotation and rotation.far else rotation
+    )
+
+
+def all_near(far):
+    return None
+
+
+def one_later(far):
+    return replace(far, start=far.start + 1)
+
+
+def keys_as_near(far):
+    """Their queries are turned as far keys need it."""
+    return replace(far, keys=torch.arange(len(far.keys)))
+
+
 def offsets_from_positions(batch):
     """Right while every base is a multiple of the block size."""
     return replace(batch, offsets=batch.positions % BLOCK)
@@ -260,6 +280,7 @@ def wider(spec):
 
 ROTARY = ("rope", "rope-interleaved", "rope-partial", "rope-scaled", "rope-slowed", "rope-by-layer")
 RAW = ("rope-raw", "rope-raw-scaled", "rope-raw-by-layer")
+FAR = ("rope-far", "rope-far-alike")
 IN_BLOCKS = ("rope-block", "rope-block-partial", "rope-block-scaled")
 SLOPES = ("alibi", "alibi-rounded")
 TABLES = ("t5", "t5-per-layer", "t5-table")
@@ -298,6 +319,10 @@ MISTAKES = {
         in_attention(rotation=grown_again),
         ["rope-raw-scaled", "rope-raw-by-layer", "rope-block-scaled"],
     ),
+    "far-turned-as-near": Mistake(in_attention(rotation=of_far(all_near)), FAR),
+    "far-one-later": Mistake(in_attention(rotation=of_far(one_later)), ["rope-far"]),
+    "far-keys-not-grouped": Mistake(in_attention(rotation=of_far(keys_as_near)), FAR),
+    "groups-of-another-size": Mistake(in_options(group=4), FAR),
     "offsets-from-positions": Mistake(
         in_batch(offsets_from_positions),
         IN_BLOCKS,

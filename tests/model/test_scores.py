@@ -93,7 +93,8 @@ def test_scores_of_every_encoding(name):
             assert (seen.kind == "rotation", seen.kind == "bias") == (turns, biased)
             assert (seen.kind == "embedding") == embeds(program.encoding)
             assert (seen.content is None) == (layer > 0 and embeds(program.encoding))
-            assert bool(seen.pairs) == turns and (seen.curve is not None) == biased
+            far = "near" in program.config.encoding.options and encoding is program.encoding
+            assert bool(seen.pairs) == (turns and not far) and (seen.curve is not None) == biased
             if biased:
                 by = dict(zip(seen.distances.tolist(), seen.curve.t(), strict=True))
                 assert torch.equal(by[query - key], seen.position[:, key])

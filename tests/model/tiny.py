@@ -132,6 +132,8 @@ ENCODINGS = {
         ROPE | {"storage": "raw", "scaling": YARN, "layers": [0, 2], "layout": "interleaved"},
     ),
     "rope-raw-by-layer": EncodingSpec("rope", ROPE | BY_LAYER | {"storage": "raw"}),
+    "rope-far": EncodingSpec("rope", ROPE | {"near": 7, "group": 3}),
+    "rope-far-alike": EncodingSpec("rope", ROPE | BY_LAYER | {"near": 3}),
     "rope-block": EncodingSpec(WIDE_ROPE, ROPE | {"storage": "block"}),
     "rope-block-partial": EncodingSpec(
         WIDE_ROPE, ROPE | {"storage": "block", "width": 4, "layout": "interleaved"}

@@ -1,6 +1,7 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
 import json
+import random
 import shutil
 from unittest.mock import Mock
 
@@ -266,6 +267,17 @@ def test_frequencies_of_layers_that_rotate_otherwise(folder):
     flags += ["--encoding-option", "layers=[0]", "--encoding-option"]
     with pytest.raises(CommandError, match="for which RoPE's frequencies differ"):
         load(*flags, f"elsewhere={json.dumps(others)}", "--max-model-len", "1k")
+
+
+def test_far_keys_may_be_rotated_as_if_they_were_nearer(folder):
+    """Longer contexts than trained, by the fast path; answers are others once keys are far."""
+    flags = [f"m={folder}", "--kv-memory", "1M", "--dtype", "float32", "--max-model-len", "1k"]
+    (far,) = load(*flags, "--encoding-option", "near=8", "--encoding-option", "group=6")
+    (usual,) = load(*flags)
+    assert (far.facts.key_storage, far.facts.attention) == ("raw", "cpu")
+    assert generated(far, [1, 2, 3], max_tokens=5) == generated(usual, [1, 2, 3], max_tokens=5)
+    prompt = random.Random(0).choices(range(3, 250), k=600)
+    assert generated(far, prompt) != generated(usual, prompt)
 
 
 @pytest.mark.parametrize(("flag", "slots"), [("0", 0), ("77K", 10), (None, 135)])

@@ -34,6 +34,22 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Far:
+    """Other angles, for scores of keys that are `start` positions or more before the query.
+
+    They are those of other positions, which are rows of the same tables: [positions] int64 each.
+    """
+
+    start: int
+    queries: Tensor  # for a query at each position
+    keys: Tensor
+
+    def between(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Positions [..., Q] and [..., K] → whether the key is far, [..., Q, K]."""
+        return queries[..., :, None] - keys[..., None, :] >= self.start
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """The rotation left to an attention backend: of queries, and of stored keys.
 
@@ -41,6 +57,7 @@ class Rotation:
     rotated by their positions. A raw key is rotated by its position. A key in block storage was
     rotated by its offset when it was stored, so its block's base is what is left; or instead the
     query is rotated, once per block, by m - base: R(m - base)ᵀ R(offset) = R(m)ᵀ R(base + offset).
+    Only raw keys can have a second angle, where they are far from a query.
     """
 
     cos: Tensor  # [positions, pairs] float32; in raw storage times a scaling's magnitude
@@ -48,6 +65,7 @@ class Rotation:
     layout: Layout
     storage: KeyStorage  # RAW or BLOCK
     magnitude: float = 1.0  # further factor on the rotated coordinates of queries
+    far: Far | None = None
 
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
         """q [T, heads, head_dim] rotated by positions [T]."""
@@ -62,3 +80,17 @@ class Rotation:
         lacking = positions if self.storage is KeyStorage.RAW else positions - offsets
         lacking = lacking.clamp(0, len(self.cos) - 1)
         return rotate_pairs(keys, self.cos[lacking], self.sin[lacking], self.layout)
+
+    def sides(
+        self, q: Tensor, keys: Tensor, positions: Tensor, key_positions: Tensor, offsets: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Rotated queries and keys: those of near keys' scores, and those of far ones' if any are.
+
+        Arguments as for `queries` and `keys`.
+        """
+        found = [(self.queries(q, positions), self.keys(keys, key_positions, offsets))]
+        if self.far is not None:
+            of_keys = self.far.keys[key_positions.clamp(0, len(self.far.keys) - 1)]
+            of_queries = self.queries(q, self.far.queries[positions])
+            found.append((of_queries, self.keys(keys, of_keys, offsets)))
+        return found

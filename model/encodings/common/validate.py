@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ropewalk.cache.types import BLOCK_SIZE, Capability, Op
+from ropewalk.cache.types import BLOCK_SIZE, Capability, KeyStorage, Op
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     BIASES,
@@ -22,7 +22,7 @@ from ropewalk.model.encodings.base import (
     ScoreBias,
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
-from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.encodings.common.rotary import Far, Rotation
 from ropewalk.model.formatting import where
 
 ROWS = 3  # tested at either end of the context
@@ -153,6 +153,23 @@ class _Hooks:
                 f"rotation has {positions} positions for a context of {self._context}; set "
                 "max_positions, or make the tables longer"
             )
+        if rotation.far is not None:
+            self._check_far(rotation.far, rotation, positions)
+
+    def _check_far(self, far: Far, rotation: Rotation, positions: int) -> None:
+        """Kernels read rows of tables that it names."""
+        if rotation.storage is not KeyStorage.RAW:
+            raise self._error("rotation rotates far keys otherwise, which only raw keys can be")
+        for rows in (far.queries, far.keys):
+            if rows.dtype is not torch.int64 or rows.shape != (positions,) or far.start < 1:
+                raise self._error(
+                    "rotation.far must start at a distance of 1 or more and have an int64 for each "
+                    f"of {positions} positions"
+                )
+            if not 0 <= int(rows.min()) <= int(rows.max()) < positions:
+                raise self._error(
+                    f"rotation.far has positions that are not in a table of {positions}"
+                )
 
     def _check_move(self) -> None:
         """Keys moved by an operation must equal keys rotated at the new positions."""

@@ -75,22 +75,28 @@ class DenseAttention:
     ) -> Tensor:
         """As in `Attend`, only for batches of `dense_batch`."""
         windows, length = kv.keys.shape[:2]
-        keys, values = kv.keys, kv.values  # [windows, length, kv_heads, head_dim]
-        if rotation is not None:
-            q = rotation.queries(q, batch.positions)
-            rotated = rotation.keys(keys.flatten(0, 1), batch.positions, batch.offsets)
-            keys = rotated.view(keys.shape)
-        repeat = self.spec.num_heads // self.spec.num_kv_heads
-        if repeat > 1:
-            keys, values = (x.repeat_interleave(repeat, dim=2) for x in (keys, values))
-        queries = q.view(windows, length, *q.shape[1:]).transpose(1, 2)
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [windows, heads, L, head_dim]
+
+        def by_head(x: Tensor) -> Tensor:
+            """Queries, keys or values of all rows → [windows, heads, length, head_dim]."""
+            x = x.view(windows, length, -1, x.shape[-1])
+            repeat = self.spec.num_heads // x.shape[2]
+            return (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x).transpose(1, 2)
+
+        keys, at = kv.keys.flatten(0, 1), batch.positions
+        sides = [(q, keys)] if rotation is None else rotation.sides(q, keys, at, at, batch.offsets)
+        sides = [(by_head(queries), by_head(keys)) for queries, keys in sides]
+        values = by_head(kv.values)
         pieces = []
         for first in range(0, length, QUERIES):
             last = min(first + QUERIES, length)
             end = last if self.spec.causal else length  # no query attends to a key after its own
-            scores = queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
             rows, columns = batch.positions[first:last], batch.positions[:end]
+            scores, *far = (
+                queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
+                for queries, keys in sides
+            )
+            if rotation is not None and rotation.far is not None:
+                scores = torch.where(rotation.far.between(rows, columns), far[0], scores)
             if isinstance(bias, DenseBias):
                 dense = bias.values.view(-1, windows, length, length)
                 scores = scores + dense[:, :, first:last, :end].transpose(0, 1)

@@ -6,8 +6,11 @@ import numpy as np
 import torch
 from matplotlib import ticker
 from matplotlib.figure import Figure, SubFigure
+from torch import Tensor
 
 from ropewalk.cache.types import KeyStorage
+from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.common.rotary import Far
 from ropewalk.model.inspect.explain.rotating import (
     PairRotation,
     bound,
@@ -99,6 +102,14 @@ def _about_angles(found: PairRotation, subject: Subject) -> str:
         f"{STORED[left.storage if left else KeyStorage.ABSOLUTE]}. The base sets the speeds, not "
         "how many tokens can be told apart."
     )
+    far = _far(subject.encoding)
+    if far is not None:
+        last = subject.context - 1
+        most = int(far.queries[last] - far.keys[0])
+        parts.append(
+            f"Keys {far.start:,} or more positions before a query are rotated otherwise, as if "
+            f"they were nearer: the farthest by {most:,} positions instead of {last:,}."
+        )
     return " ".join(parts)
 
 
@@ -146,7 +157,7 @@ def scores(subject: Subject) -> Picture | Omitted | None:
             f"{subject.title} does not rotate pairs at fixed speeds that are the same in every "
             "head, so its scores may depend on more than the distance.",
         )
-    distances = torch.arange(span)
+    distances = _rotated_by(subject.encoding, torch.arange(span))
     equal = equal_vectors(found, config.head_dim, distances)
     factor = bound(found, distances)
     drawn = random_scores(found, config.head_dim, distances, RANDOM)
@@ -159,7 +170,22 @@ def scores(subject: Subject) -> Picture | Omitted | None:
     )
 
 
-def _about_scores(equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor) -> str:
+def _rotated_by(encoding: PositionalEncoding, distances: Tensor) -> Tensor:
+    """The distances that scores have angles of, for a query at the last of `distances`."""
+    far = _far(encoding)
+    if far is None:
+        return distances
+    at = len(distances) - 1
+    others = far.queries[at] - far.keys[at - distances]
+    return torch.where(distances >= far.start, others, distances)
+
+
+def _far(encoding: PositionalEncoding) -> Far | None:
+    left = encoding.rotation()
+    return None if left is None else left.far
+
+
+def _about_scores(equal: Tensor, factor: Tensor, drawn: Tensor) -> str:
     span = len(equal)
     near = min(NEAR, max(1, span // 2))
     peaks = drawn.argmax(dim=1)
@@ -189,20 +215,18 @@ def _about_scores(equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor
     )
 
 
-def _falls(values: torch.Tensor) -> bool:
+def _falls(values: Tensor) -> bool:
     """Whether the farthest quarter is, on average, clearly smaller than the nearest values."""
     quarter = -(-len(values) // 4)
     near, far = values[: min(NEAR, quarter)], values[-quarter:]
     return bool(far.abs().mean() < FALLEN * near.abs().mean())
 
 
-def _rises(values: torch.Tensor) -> float:
+def _rises(values: Tensor) -> float:
     return float((values[1:] > values[:-1]).double().mean())
 
 
-def _draw_scores(
-    figure: Figure | SubFigure, equal: torch.Tensor, factor: torch.Tensor, drawn: torch.Tensor
-) -> None:
+def _draw_scores(figure: Figure | SubFigure, equal: Tensor, factor: Tensor, drawn: Tensor) -> None:
     left, middle, right = axes_row(figure, 3)
     x = np.arange(1, len(equal))
     above = envelope(equal)

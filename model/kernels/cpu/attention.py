@@ -117,6 +117,10 @@ class CpuAttention:
             arguments.interleaved = int(rotation.layout == "interleaved")
             arguments.magnitude = rotation.magnitude
             tensors += (cosines, sines)
+            if rotation.far is not None:
+                arguments.far = rotation.far.start
+                arguments.far_queries = rotation.far.queries.data_ptr()
+                arguments.far_keys = rotation.far.keys.data_ptr()
         return arguments, tensors
 
 

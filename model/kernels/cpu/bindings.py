@@ -34,7 +34,8 @@ class AttendArguments(ctypes.Structure):
         ("kept", c_void_p),
         ("kept_rows", c_int64),
         *((name, c_void_p) for name in ("cosines", "sines")),
-        *((name, c_int64) for name in ("pairs", "storage", "interleaved")),
+        *((name, c_int64) for name in ("pairs", "storage", "interleaved", "far")),
+        *((name, c_void_p) for name in ("far_queries", "far_keys")),
         *((name, c_double) for name in ("scale", "magnitude")),
     )
 

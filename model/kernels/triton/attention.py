@@ -234,17 +234,25 @@ def _of_rotation(rotation: Rotation | None, q: Tensor) -> dict[str, Any]:
             "cosines": q,
             "sines": q,
             "magnitude": 1.0,
+            "far": 0,
+            "far_queries": q,
+            "far_keys": q,
+            "FAR": False,
             "STORAGE": "none",
             "PAIRS": 0,
             "INTERLEAVED": False,
             "ROTATED": LEAST,
             "REST": LEAST,
         }
-    pairs = rotation.cos.shape[1]
+    pairs, far = rotation.cos.shape[1], rotation.far
     return {
         "cosines": rotation.cos.contiguous(),
         "sines": rotation.sin.contiguous(),
         "magnitude": rotation.magnitude,
+        "far": 0 if far is None else far.start,
+        "far_queries": q if far is None else far.queries,
+        "far_keys": q if far is None else far.keys,
+        "FAR": far is not None,
         "STORAGE": rotation.storage.value,
         "PAIRS": pairs,
         "INTERLEAVED": rotation.layout == "interleaved",

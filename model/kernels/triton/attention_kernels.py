@@ -50,6 +50,9 @@ def attend(
     cosines,  # [positions, PAIRS]; likewise sines
     sines,
     magnitude,
+    far,  # if FAR: keys of this distance or more are rotated by other positions, as queries are
+    far_queries,  # [positions] int64: those of queries; likewise of keys
+    far_keys,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -61,6 +64,7 @@ def attend(
     STORAGE: tl.constexpr,  # none, raw or block: of keys that are rotated here
     PAIRS: tl.constexpr,  # of coordinates that are rotated here
     INTERLEAVED: tl.constexpr,
+    FAR: tl.constexpr,
     SPLIT: tl.constexpr,  # keys per split, for requests of one row; 0: for all others, unsplit
     QUERIES: tl.constexpr,  # rows of a tile
     KEYS: tl.constexpr,  # columns of a tile
@@ -111,14 +115,15 @@ def attend(
     if STORAGE == "none":
         whole = tl.load(query + dim[None, :] * q_dim, mask=inside, other=0.0).to(FACTOR)
     else:
-        query_a, query_b = _rotated(
-            query + left[None, :] * q_dim,
-            query + right[None, :] * q_dim,
-            cosines + at[:, None] * PAIRS + pair[None, :],
-            sines + at[:, None] * PAIRS + pair[None, :],
-            live[:, None] & (pair < PAIRS)[None, :],
-        )
+        of_query = query + left[None, :] * q_dim, query + right[None, :] * q_dim
+        paired = live[:, None] & (pair < PAIRS)[None, :]
+        angle = at[:, None] * PAIRS + pair[None, :]
+        query_a, query_b = _rotated(*of_query, cosines + angle, sines + angle, paired)
         query_a, query_b = (query_a * magnitude).to(FACTOR), (query_b * magnitude).to(FACTOR)
+        if FAR:
+            angle = tl.load(far_queries + at)[:, None] * PAIRS + pair[None, :]
+            far_a, far_b = _rotated(*of_query, cosines + angle, sines + angle, paired)
+            far_a, far_b = (far_a * magnitude).to(FACTOR), (far_b * magnitude).to(FACTOR)
         if 2 * PAIRS < HEAD_DIM:
             there = live[:, None] & (beyond < HEAD_DIM)[None, :]
             rest = tl.load(query + beyond[None, :] * q_dim, mask=there, other=0.0).to(FACTOR)
@@ -151,16 +156,31 @@ def attend(
                 )
                 scores = tl.dot(whole, columns.to(FACTOR), input_precision="ieee")
             else:
+                of_key = stored + left[:, None], stored + right[:, None]
+                in_pairs = (pair < PAIRS)[:, None] & used[None, :]
                 lacking = key_at if STORAGE == "raw" else base.to(tl.int32)
-                key_a, key_b = _rotated(
-                    stored + left[:, None],
-                    stored + right[:, None],
-                    cosines + lacking[None, :] * PAIRS + pair[:, None],
-                    sines + lacking[None, :] * PAIRS + pair[:, None],
-                    (pair < PAIRS)[:, None] & used[None, :],
-                )
-                scores = tl.dot(query_a, key_a.to(FACTOR), input_precision="ieee")
-                scores += tl.dot(query_b, key_b.to(FACTOR), input_precision="ieee")
+                key_angle = lacking[None, :] * PAIRS + pair[:, None]
+                if FAR:
+                    is_far = at[:, None] - key_at[None, :] >= far
+                    counted = live[:, None] & used[None, :]
+                    scores = tl.zeros([QUERIES, KEYS], tl.float32)
+                    # Few tiles have keys of both kinds.
+                    if tl.max((counted & ~is_far).to(tl.int32)) > 0:
+                        key_a, key_b = _rotated(
+                            *of_key, cosines + key_angle, sines + key_angle, in_pairs
+                        )
+                        scores = _products(query_a, query_b, key_a, key_b, FACTOR)
+                    if tl.max((counted & is_far).to(tl.int32)) > 0:
+                        other = tl.load(far_keys + key_at, mask=used, other=0)
+                        turn = other[None, :] * PAIRS + pair[:, None]
+                        key_a, key_b = _rotated(*of_key, cosines + turn, sines + turn, in_pairs)
+                        far_scores = _products(far_a, far_b, key_a, key_b, FACTOR)
+                        scores = tl.where(is_far, far_scores, scores)
+                else:
+                    key_a, key_b = _rotated(
+                        *of_key, cosines + key_angle, sines + key_angle, in_pairs
+                    )
+                    scores = _products(query_a, query_b, key_a, key_b, FACTOR)
                 if 2 * PAIRS < HEAD_DIM:
                     columns = tl.load(
                         stored + beyond[:, None],
@@ -309,6 +329,13 @@ def _rotated(left, right, cosines, sines, there):
     cos = tl.load(cosines, mask=there, other=0.0).to(tl.float32)
     sin = tl.load(sines, mask=there, other=0.0).to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+def _products(query_a, query_b, key_a, key_b, FACTOR: tl.constexpr):
+    """[QUERIES, KEYS] float32, of the coordinates that form pairs."""
+    scores = tl.dot(query_a, key_a.to(FACTOR), input_precision="ieee")
+    return scores + tl.dot(query_b, key_b.to(FACTOR), input_precision="ieee")
 
 
 @triton.jit

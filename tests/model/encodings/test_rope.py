@@ -250,6 +250,31 @@ def test_work_by_storage():
     )
 
 
+def test_far_keys_are_as_if_they_were_nearer():
+    """From the last of ten tokens, groups of 2 and a near distance of 4, as Self-Extend has it."""
+
+    def distances(**options):
+        rotation = create(EncodingSpec("rope", ROPE | options), CONFIG, 10, CPU).rotation()
+        assert rotation.storage is KeyStorage.RAW
+        at, keys, far = torch.tensor([9]), torch.arange(10), rotation.far
+        seen = torch.where(far.between(at, keys)[0], far.queries[9] - far.keys, 9 - keys)
+        return seen.tolist()
+
+    assert distances(near=4, group=2) == [6, 6, 5, 5, 4, 4, 3, 2, 1, 0]
+    assert distances(near=4) == [4, 4, 4, 4, 4, 4, 3, 2, 1, 0]
+    assert distances(near=3, group=1) == [*range(9, -1, -1)]
+    assert distances(near=30, group=2) == [*range(9, -1, -1)]
+
+
+def test_far_keys_cost_another_query():
+    near, far = (
+        create(EncodingSpec("rope", ROPE | options), CONFIG, 16, CPU).work(CONFIG, 40, 16)
+        for options in ({"storage": "raw"}, {"near": 4, "group": 2})
+    )
+    assert (far.rotations, far.flops) == (near.rotations + 3 * 6, near.flops + 3 * 6 * 3 * 8)
+    assert far.bytes == near.bytes + 8 * 4
+
+
 def test_work_within_windows():
     """Of 40 keys, layer 1 sees 20 and the others all."""
     config = replace(CONFIG, windows=(None, 20, 100))
@@ -312,6 +337,11 @@ def test_tables_stay_float32_when_the_model_is_cast():
         ({"layers": [0], "elsewhere": ROPE | {"storage": "raw"}}, "has itself only base, width"),
         ({"layers": [0], "elsewhere": {"base": 5.0}}, "has itself only base, width"),
         ({"layers": [0], "elsewhere": [1]}, r"but is \[1\]"),
+        ({"group": 4}, "set near as well"),
+        ({"near": 0}, "near must be an integer from 1 to"),
+        ({"near": 8, "group": 1.5}, "group must be an integer from 1 to"),
+        ({"near": 8, "storage": "block"}, "leave storage out, or set it to raw instead of block"),
+        ({"layers": [0], "elsewhere": ROPE | {"near": 8}}, "has itself only base, width"),
         ({"storage": "page"}, "storage must be one of absolute, raw, block, but is 'page'"),
     ],
 )

@@ -166,6 +166,15 @@ def test_rope_has_its_pictures_however_keys_are_stored(storage, told) -> None:
     assert told in caption(found, "angle")
 
 
+def test_far_keys_are_drawn_as_near_as_they_are_scored() -> None:
+    far, usual = (parts("rope", near=16, **more) for more in ({}, {"group": 1}))
+    assert "as if they were nearer: the farthest by 16 positions instead of 299" in caption(
+        far, "angle"
+    )
+    assert "it falls on the whole, but rises in 2% of single steps" in caption(far, "score")
+    assert caption(usual, "score") == caption(parts("rope"), "score")
+
+
 def test_a_single_pair_is_not_said_to_fall() -> None:
     score = caption(parts("rope", shape(heads=1, head_dim=2, context=2048)), "score")
     assert "|q| |k|; it does not fall on the whole." in score

@@ -51,6 +51,9 @@ def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
     share = 4 if int(bias) % 2 else 3  # quarters of a head that rotate
     rope = made(KeyStorage(storage), dtype, width=head_dim * share // 4)
     attend(q, kv, batch, biases(32, batch)[int(bias)], rope.rotation())
+    if storage == KeyStorage.RAW:
+        rope = made(KeyStorage.RAW, dtype, width=head_dim * share // 4, near=9, group=4)
+        attend(q, kv, batch, None, rope.rotation())
 
     for layout in (*get_args(Layout), None):
         half = layout and made(KeyStorage.ABSOLUTE, dtype, layout=layout, width=head_dim // 2)

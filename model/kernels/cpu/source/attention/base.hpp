@@ -33,10 +33,14 @@ extern "C" struct AttendArguments {
   int64_t kept_rows;
   const void *cosines, *sines;  // [positions, pairs], in the type of the arithmetic
   int64_t pairs, storage, interleaved;
+  int64_t far;  // positions between a query and keys of the far side, or more; 0: all are near
+  const int64_t *far_queries, *far_keys;  // [positions] whose angles these have on the far side
   double scale, magnitude;
 };
 // What is left to rotate stored keys by, when queries are not rotated yet.
 constexpr int64_t kNothing = 0, kPosition = 1, kBase = 2;
+// Where a key is seen from a query: it may be rotated otherwise where it is far.
+enum Side { kNear, kFar };
 
 // Floats that start on a cache line: vectors that straddle two lines cost twice as much.
 template <class Real>
@@ -89,7 +93,7 @@ class Attending {
   struct Chunk {
     int64_t count, bases[kKeys], positions[kKeys];
     int64_t entries[kKeys];  // index in [.., kv_heads] of each key's entry for the first head
-    int64_t latest;          // the largest position
+    int64_t earliest, latest;  // positions
     int32_t behind[kKeys];   // latest - position
   };
   // How far scores may exceed the base before it changes: a new base costs time, and a weight of
@@ -151,14 +155,16 @@ class Attending {
   }
   int64_t position(int64_t query) const { return a_.positions[batch_row(query)]; }
 
-  // The query times scale and magnitude, rotated by its position if `rotated`.
+  // The query times scale and magnitude, rotated for keys of one side if `rotated`.
   template <class T>
-  void load_query(int64_t head, int64_t query, Real scale, bool rotated, Real *to) const {
+  void load_query(int64_t head, int64_t query, Real scale, bool rotated, Side side,
+                  Real *to) const {
     const T *from = static_cast<const T *>(a_.q) + place(head, query);
     for (int64_t d = 0; d < a_.head_dim; ++d) to[d] = widen(from[d]) * scale;
     if (a_.storage != kNothing)
       for (int64_t d = 0; d < 2 * a_.pairs; ++d) to[d] *= Real(a_.magnitude);
-    if (rotated) rotate_head(to, to, position(query));
+    const int64_t at = position(query);
+    if (rotated) rotate_head(to, to, side == kFar ? a_.far_queries[at] : at);
   }
 
   // Rotates by the angle of `positions` positions, which may be negative.
@@ -173,9 +179,30 @@ class Attending {
     for (int64_t d = 2 * a_.pairs; d < a_.head_dim; ++d) to[d] = widen(from[d]);
   }
 
-  void rotate_key(const Chunk &chunk, int64_t head, int64_t n, Real *to) const {
-    rotate_head(key(chunk, head, n), to,
-              a_.storage == kPosition ? chunk.positions[n] : chunk.bases[n]);
+  void rotate_key(const Chunk &chunk, int64_t head, int64_t n, Side side, Real *to) const {
+    const int64_t at = a_.storage == kPosition ? chunk.positions[n] : chunk.bases[n];
+    rotate_head(key(chunk, head, n), to, side == kFar ? a_.far_keys[at] : at);
+  }
+
+  // Whether one of these queries sees one of the chunk's keys on this side.
+  bool faces(const Chunk &chunk, int64_t query, int64_t count, Side side) const {
+    if (!a_.far) return side == kNear;
+    for (int64_t q = query; q < query + count; ++q)
+      if (side == kFar ? position(q) - chunk.earliest >= a_.far
+                       : position(q) - chunk.latest < a_.far)
+        return true;
+    return false;
+  }
+
+  // Replaces scores [count, kKeys] of queries from `query` on, where a key is far.
+  void choose_far(const Chunk &chunk, int64_t query, int64_t count, const Real *far,
+                  Real *scores) const {
+    for (int64_t r = 0; r < count; ++r) {
+      const int32_t first = int32_t(a_.far - (position(query + r) - chunk.latest));
+#pragma omp simd
+      for (int64_t n = 0; n < kKeys; ++n)
+        scores[r * kKeys + n] = (chunk.behind[n] >= first ? far : scores)[r * kKeys + n];
+    }
   }
 
   // Locates `count` keys from index `first` on: their entries and positions.
@@ -183,6 +210,7 @@ class Attending {
     const int64_t *table = a_.tables + piece.request * a_.table_width;
     const int64_t *bases = a_.bases + piece.request * a_.table_width;
     chunk.count = count;
+    chunk.earliest = INT64_MAX;
     chunk.latest = INT64_MIN;
     int64_t block = first / a_.block_size, offset = first % a_.block_size;
     for (int64_t n = 0; n < count; ++block, offset = 0) {
@@ -194,6 +222,7 @@ class Attending {
         chunk.positions[n + i] = bases[block] + offset + i;
         chunk.bases[n + i] = bases[block];
       }
+      chunk.earliest = std::min(chunk.earliest, chunk.positions[n]);
       n += here;
       chunk.latest = std::max(chunk.latest, chunk.positions[n - 1]);
     }

@@ -72,17 +72,12 @@ class FewQueries : Attending<Real, S, 32> {
   void run(const Piece &piece, const Piece *next_piece, Pairs &pairs) {
     this->begin(piece);
     const int64_t dim = a_.head_dim, queries = piece.heads * piece.count;
-    q_ = q_buffer_.grow(queries * dim);
+    q_ = q_buffer_.grow((a_.far ? 2 : 1) * queries * dim);
     row_ = row_buffer_.grow(dim);
     rotated_ = a_.storage == kNothing ? nullptr : rotated_buffer_.grow(kKeys * kFew * dim);
-    for (int64_t h = 0; h < piece.heads; ++h)
-      for (int64_t r = 0; r < piece.count; ++r) {
-        this->template load_query<T>(h, r, Real(a_.scale), a_.storage == kPosition, row_);
-        if (a_.storage == kNothing)
-          lay_out(row_, query(h, r));
-        else
-          std::copy(row_, row_ + dim, query(h, r));
-      }
+    for (const Side side : {kNear, kFar})
+      if (side == kNear || a_.far) load_queries<T>(side);
+    side_ = kNear;
     State *states = state_buffer_.grow(2 * queries);
     Real *values = sums_buffer_.grow(2 * queries * dim);
     for (const Half half : {kLater, kEarlier}) {
@@ -98,6 +93,19 @@ class FewQueries : Attending<Real, S, 32> {
   }
 
  private:
+  template <class T>
+  void load_queries(Side side) {
+    side_ = side;
+    for (int64_t h = 0; h < piece_.heads; ++h)
+      for (int64_t r = 0; r < piece_.count; ++r) {
+        this->template load_query<T>(h, r, Real(a_.scale), a_.storage == kPosition, side, row_);
+        if (a_.storage == kNothing)
+          lay_out(row_, query(h, r));
+        else
+          std::copy(row_, row_ + a_.head_dim, query(h, r));
+      }
+  }
+
   void clear(const Sums &half) const {
     const int64_t queries = piece_.heads * piece_.count;
     for (int64_t h = 0; h < piece_.heads; ++h)
@@ -201,7 +209,7 @@ class FewQueries : Attending<Real, S, 32> {
   }
 
   Real *query(int64_t head, int64_t r) const {
-    return q_ + (head * piece_.count + r) * dim();
+    return q_ + ((side_ * piece_.heads + head) * piece_.count + r) * dim();
   }
   Real *sum(const Sums &of, int64_t head, int64_t r) const {
     return of.values + (head * piece_.count + r) * dim();
@@ -213,11 +221,9 @@ class FewQueries : Attending<Real, S, 32> {
   __attribute__((noinline)) void attend_head(int64_t head, int64_t first) {
     alignas(64) Real scores[kFew * kKeys];
     Real factors[kFew];  // on the sums so far
-    rotate(head);
     if constexpr (kScaled) this->load_scales(*chunk_, head);
     const int64_t keys = chunk_->count;
-    for (int64_t n = 0; n < keys; n += kLanes)
-      score(head, n, std::min<int64_t>(kLanes, keys - n), scores + n);
+    score_chunk(head, scores);
     if (!this->weigh(*chunk_, 0, piece_.count, first, keys, scores, state(sums_, head, 0), factors,
                      exponentials<Real>)) {
       // No value is needed, but the other heads rely on every head to prefetch its share.
@@ -232,12 +238,30 @@ class FewQueries : Attending<Real, S, 32> {
     for (; d < dim; d += kLanes) add_values<kFew, 1>(head, d, scores, factors);
   }
 
+  // scores [queries, kKeys] of the chunk's keys. Few chunks have keys on both sides.
+  void score_chunk(int64_t head, Real *scores) {
+    const bool near = this->faces(*chunk_, 0, piece_.count, kNear);
+    const bool both = near && this->faces(*chunk_, 0, piece_.count, kFar);
+    side_ = near ? kNear : kFar;
+    score_side(head, true, scores);
+    if (!both) return;
+    alignas(64) Real far[kFew * kKeys];
+    side_ = kFar;
+    score_side(head, false, far);
+    this->choose_far(*chunk_, 0, piece_.count, far, scores);
+  }
+  void score_side(int64_t head, bool fetching, Real *scores) {
+    rotate(head, fetching);
+    for (int64_t n = 0; n < chunk_->count; n += kLanes)
+      score(head, n, std::min<int64_t>(kLanes, chunk_->count - n), scores + n);
+  }
+
   // Rotates keys of the chunk, or queries once for each of its blocks, where these are fewer.
-  void rotate(int64_t head) {
+  void rotate(int64_t head, bool fetching) {
     if (a_.storage == kPosition)
       for (int64_t n = 0; n < chunk_->count; ++n) {
-        fetch_one(keys_ahead_);
-        this->rotate_key(*chunk_, head, n, rotated_ + n * a_.head_dim);
+        if (fetching) fetch_one(keys_ahead_);
+        this->rotate_key(*chunk_, head, n, side_, rotated_ + n * a_.head_dim);
       }
     if (a_.storage != kBase) return;
     Real *to = rotated_;  // [block of the chunk, kFew, head_dim]
@@ -353,7 +377,8 @@ class FewQueries : Attending<Real, S, 32> {
 
   Buffer<Real> q_buffer_, row_buffer_, sums_buffer_, rotated_buffer_;
   Buffer<State> state_buffer_;
-  Real *q_, *row_, *rotated_;  // q_ [head, query, head_dim]
+  Real *q_, *row_, *rotated_;  // q_ [side, head, query, head_dim]
+  Side side_;                  // of the chunk's keys that are looked at
   Sums halves_[2], sums_;     // sums_: those of the chunk's half
   const Real *facing_[kKeys];
   Chunk chunks_[2], *chunk_ = chunks_, *next_ = chunks_ + 1;

@@ -24,7 +24,8 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
         query_scale_(Keys::scale_of_query(a.scale)),
         score_scale_(Real(a.scale / query_scale_)),
         steps_((a.head_dim + Keys::kInputs - 1) / Keys::kInputs),
-        panels_((a.head_dim + kPanel - 1) / kPanel) {}
+        panels_((a.head_dim + kPanel - 1) / kPanel),
+        sides_(a.far ? 2 : 1) {}
 
   template <class T>
   void run(const Piece &piece) {
@@ -48,7 +49,8 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
     const int64_t start = begin / kKeys * kKeys, last = (end - 1) / kKeys * kKeys;
     for (int64_t first = last; first >= start; first -= kKeys) {
       this->find_chunk(piece_, first, std::min(kKeys, end - first), chunk_);
-      lay_out_keys();
+      for (const Side side : {kNear, kFar})
+        if (this->faces(chunk_, 0, count, side)) lay_out_keys(side);
       lay_out_values();
       if constexpr (kScaled) this->load_scales(chunk_, 0);
       for (int64_t at = 0; at < count; at += kRows) {
@@ -61,37 +63,42 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
 
   void make_room() {
     if (q_) return;
-    q_ = q_buffer_.grow(kQueries * steps_ + kLanes);  // filling writes past the end
+    q_ = q_buffer_.grow(sides_ * (kQueries * steps_ + kLanes));  // filling writes past the end
     sums_ = sums_buffer_.grow(kQueries * panels_ * kPanel);
-    keys_ = keys_buffer_.grow(kKeys * steps_ * Keys::kInputs);
+    keys_ = keys_buffer_.grow(sides_ * kKeys * steps_ * Keys::kInputs);
     values_ = values_buffer_.grow(kKeys * panels_ * kPanel);
     std::fill(values_, values_ + kKeys * panels_ * kPanel, typename Values::Number{});
     tile_ = tile_buffer_.grow(kRows * a_.head_dim);
     rotated_ = a_.storage == kNothing ? nullptr : rotated_buffer_.grow(kLanes * a_.head_dim);
   }
 
-  // q_ [tile, steps_, queries of the tile].
+  // q_ [side, tile, steps_, queries of the tile].
   template <class T>
   void load_queries() {
-    for (int64_t at = 0; at < piece_.count; at += kRows) {
-      const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
-      for (int64_t r = 0; r < queries; ++r)
-        this->template load_query<T>(0, at + r, query_scale_, a_.storage != kNothing,
-                                     tile_ + r * a_.head_dim);
-      Keys::fill_queries(tile_, a_.head_dim, queries, q_ + at * steps_);
-    }
+    for (int64_t side = 0; side < sides_; ++side)
+      for (int64_t at = 0; at < piece_.count; at += kRows) {
+        const int64_t queries = std::min<int64_t>(kRows, piece_.count - at);
+        for (int64_t r = 0; r < queries; ++r)
+          this->template load_query<T>(0, at + r, query_scale_, a_.storage != kNothing,
+                                       Side(side), tile_ + r * a_.head_dim);
+        Keys::fill_queries(tile_, a_.head_dim, queries, queries_of(at, Side(side)));
+      }
   }
 
-  // keys_ [panel of keys, steps_, kPanel, Keys::kInputs].
-  void lay_out_keys() {
+  typename Keys::Factor *queries_of(int64_t at, Side side) const {
+    return q_ + side * (kQueries * steps_ + kLanes) + at * steps_;
+  }
+
+  // keys_ [side, panel of keys, steps_, kPanel, Keys::kInputs].
+  void lay_out_keys(Side side) {
     for (int64_t n = 0; n < chunk_.count; n += kLanes) {
       const int64_t count = std::min<int64_t>(kLanes, chunk_.count - n);
-      KeyNumber *to = panel_of_key(n) + n % kPanel * Keys::kInputs;
+      KeyNumber *to = panel_of_key(n, side) + n % kPanel * Keys::kInputs;
       const auto stored = [&](int64_t i) { return this->key(chunk_, 0, n + i); };
       if constexpr (std::is_same_v<KeyNumber, Real>)
         if (a_.storage != kNothing) {
           for (int64_t i = 0; i < count; ++i)
-            this->rotate_key(chunk_, 0, n + i, rotated_ + i * a_.head_dim);
+            this->rotate_key(chunk_, 0, n + i, side, rotated_ + i * a_.head_dim);
           const auto rotated = [&](int64_t i) { return rotated_ + i * a_.head_dim; };
           Keys::fill_columns(rotated, count, a_.head_dim, to);
           continue;
@@ -100,8 +107,8 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
     }
   }
 
-  KeyNumber *panel_of_key(int64_t n) const {
-    return keys_ + n / kPanel * steps_ * kPanel * Keys::kInputs;
+  KeyNumber *panel_of_key(int64_t n, Side side) const {
+    return keys_ + (side * kKeys + n / kPanel * kPanel) * steps_ * Keys::kInputs;
   }
 
   // values_ [panel of coordinates, kKeys / Values::kInputs, kPanel, Values::kInputs].
@@ -113,9 +120,13 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
 
   void attend_tile(int64_t at, int64_t queries, int64_t first, int64_t keys) {
     alignas(64) Real scores[kRows * kKeys];
-    for (int64_t n = 0; n < keys; n += kPanel)
-      multiply<kRows, 0, 1, kKeys, kPanel, true>(queries, q_ + at * steps_, steps_, panel_of_key(n),
-                                         scores + n);
+    const bool near = this->faces(chunk_, at, queries, kNear);
+    score(at, queries, keys, near ? kNear : kFar, scores);
+    if (near && this->faces(chunk_, at, queries, kFar)) {
+      alignas(64) Real far[kRows * kKeys];
+      score(at, queries, keys, kFar, far);
+      this->choose_far(chunk_, at, queries, far, scores);
+    }
     if (score_scale_ != 1)
       for (int64_t n = 0; n < queries * kKeys; ++n) scores[n] *= score_scale_;
     Real factors[kRows];
@@ -133,6 +144,12 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
       multiply<kRows, 1, kKeys, kPanel, kPanel>(queries, weights, steps,
                                                 values_ + p * kKeys * kPanel,
                                                 sums_of(at, queries, p));
+  }
+
+  void score(int64_t at, int64_t queries, int64_t keys, Side side, Real *scores) const {
+    for (int64_t n = 0; n < keys; n += kPanel)
+      multiply<kRows, 0, 1, kKeys, kPanel, true>(queries, queries_of(at, side), steps_,
+                                                 panel_of_key(n, side), scores + n);
   }
 
   // sums_ [tile, panel of coordinates, queries of the tile, kPanel].
@@ -163,6 +180,7 @@ class ManyQueries : Attending<Real, S, kManyKeys> {
 
   const Real query_scale_, score_scale_;
   const int64_t steps_, panels_;  // per head: multiplication steps, and panels of columns
+  const int64_t sides_;
   Buffer<typename Keys::Factor> q_buffer_;
   Buffer<KeyNumber> keys_buffer_;
   Buffer<typename Values::Number> values_buffer_;
