@@ -27,6 +27,7 @@ from ropewalk.model.loading.random_weights import random_checkpoint
 from ropewalk.model.program import Program
 from ropewalk.model.recipes import program
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.server.config import encoding_option
 from ropewalk.server.engine.batch import build_batch
 from ropewalk.server.launch.graphs import recorder
 from ropewalk.server.scheduling.request import Request, Work
@@ -63,7 +64,8 @@ def decoders(
 ) -> dict[str, Decoder]:
     """One decoder for each of `variants`, which differ only in their encoding.
 
-    A variant is an encoding, optionally with one of its forms or storages after a colon: t5:table.
+    A variant is an encoding, optionally with one of its forms or storages after a colon (t5:table)
+    or with options (rope:near=512+group=8).
     Weights are random, and all decoders share the same tensors. `kernels`: those of the CPU, or
     why there are none. Raises CheckpointError and EncodingError.
     """
@@ -164,15 +166,18 @@ def request(name: str, prompt: list[int], max_tokens: int = 1 << 30) -> Request:
 
 def _checkpoint(shape: str, variant: str, context: int) -> Checkpoint:
     name, _, variant = variant.partition(":")
-    if variant and name not in VARIANTS:
+    options = {}
+    if "=" in variant and name in names():
+        options = dict(encoding_option(each) for each in variant.split("+"))
+    elif variant and name not in VARIANTS:
         if name in names():
             raise EncodingError(
                 f"{variant}: {name} has no forms or storages; leave out {variant!r}."
             )
-        name, variant = variant, ""  # package.module:Class
+        name = variant  # package.module:Class
+    elif variant:
+        options = {VARIANTS[name]: variant}
     checkpoint = random_checkpoint(f"{RANDOM}{shape}", name, context)
-    if not variant:
-        return checkpoint
     spec = checkpoint.config.encoding
-    spec = EncodingSpec(name, {**spec.options, VARIANTS[name]: variant})
+    spec = EncodingSpec(name, {**spec.options, **options})
     return replace(checkpoint, config=replace(checkpoint.config, encoding=spec))

@@ -55,8 +55,8 @@ second time: its distance from +0 shows how far the rest of the table can be tru
 
 Limits: over {ZERO}, decode {LIMITS["decode"] - 1:.0%} and prefill {LIMITS["prefill"] - 1:.0%}. A
 limit `holds` if the whole interval is below it, `does not hold` if the whole interval is above,
-and is `undecided` otherwise: ask for more rounds. Forms and storages (t5:table, rope:raw) have no
-limit.
+and is `undecided` otherwise: ask for more rounds. Forms, storages and options (t5:table, rope:raw,
+rope:near=512+group=8) have no limit.
 
 By default the processor time of one thread counts, because other programs change it least: it
 excludes the time they run, and they disturb caches and memory for all variants of a round alike.

@@ -41,6 +41,13 @@ def test_one_decoder_for_each_variant(every):
     assert storages == ["raw", "block"]
 
 
+def test_variants_may_have_options():
+    (slow,) = made("not asked for", ["alibi:bias_max=4"]).values()
+    (far,) = made("not asked for", ["rope:near=8+group=2"]).values()
+    assert slow.encoding.slopes[-1] == 2**-4
+    assert (far.encoding.rotation().far.start, int(far.encoding.rotation().far.keys[9])) == (8, 4)
+
+
 def test_weights_are_the_same_tensors(plain):
     first = program_of(plain["nope"]).weights
     for variant, decoder in plain.items():
