@@ -41,6 +41,16 @@ VARIANTS = {  # what serves it, and whether it rewrites moved keys; None: it can
     "learned": ((), None),
     "sinusoidal": ((), None),
 }
+# What is kept differs by how entries are stored: of those that store them alike, usually one.
+ALIKE = ("rope in bfloat16", "alibi", "nope", "sinusoidal")
+with_every_variant = pytest.mark.parametrize(
+    "server",
+    [
+        pytest.param(variant, marks=pytest.mark.full if variant in ALIKE else ())
+        for variant in VARIANTS
+    ],
+    indirect=True,
+)
 GREEDY = {
     "temperature": 0,
     "max_tokens": 8,
@@ -138,7 +148,7 @@ def serving(loaded, variant="rope", key=None, **options):
         yield Server(http, loaded, variant)
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module")
 def server(request, kernels):
     with serving(load(request.param), request.param) as server:
         yield server
@@ -164,6 +174,7 @@ def text(length, seed=0):
     return [40 + (seed + 7 * n * n + n) % 900 for n in range(length)]
 
 
+@with_every_variant
 def test_a_prompt_is_kept_and_shared(server):
     whole = text(100)
     kept = server.keep(whole)
@@ -183,6 +194,7 @@ def test_a_prompt_is_kept_and_shared(server):
     assert server.get(kept)["checksums"] == kept["checksums"]
 
 
+@with_every_variant
 def test_appending_changes_no_earlier_block(server):
     """Neither tokens that are sent, nor those that the model chooses."""
     kept = server.keep(text(72, 1))
@@ -210,6 +222,7 @@ def test_appending_changes_no_earlier_block(server):
     assert whole["cached_tokens"] == 112, "what was appended is found like any prefix"
 
 
+@with_every_variant
 def test_a_fork_answers_like_the_whole_prompt(server):
     whole = text(90, 3)
     kept = server.keep(whole)
@@ -237,6 +250,7 @@ def test_a_fork_answers_like_the_whole_prompt(server):
     assert server.get(kept)["checksums"] == kept["checksums"]
 
 
+@with_every_variant
 def test_an_answer_is_kept_and_continued_from_any_token(server):
     prompt = text(21, 6)
     expected = server.complete(prompt, max_tokens=24).tokens
@@ -260,20 +274,24 @@ def moved(server, before, after, kept):
     return turned, not torch.equal(values, old_values[:, kept])
 
 
-@pytest.mark.parametrize(
-    ("operation", "span", "stays"),
-    [
-        ("fork", {"count": 75}, [*range(75)]),
-        ("truncate", {"count": 75}, [*range(75)]),
-        ("evict_keep", {"first": 16, "count": 32}, [*range(16), *range(48, 100)]),
-        ("evict_renumber", {"first": 16, "count": 32}, [*range(16), *range(48, 100)]),
-        ("evict_renumber", {"first": 80, "count": 16}, [*range(80), *range(96, 100)]),
-        ("move_span", {"first": 48, "count": 48}, [*range(32), *range(80, 128)]),
-    ],
-)
-@pytest.mark.parametrize("shared", [False, True])
-def test_operations_do_what_was_predicted(server, operation, span, stays, shared):
+OPERATIONS = [  # each with its span, and the tokens that stay
+    ("fork", {"count": 75}, [*range(75)]),
+    ("truncate", {"count": 75}, [*range(75)]),
+    ("evict_keep", {"first": 16, "count": 32}, [*range(16), *range(48, 100)]),
+    ("evict_renumber", {"first": 16, "count": 32}, [*range(16), *range(48, 100)]),
+    ("evict_renumber", {"first": 80, "count": 16}, [*range(80), *range(96, 100)]),
+    ("move_span", {"first": 48, "count": 48}, [*range(32), *range(80, 128)]),
+]
+
+
+# Usually each operation under each variant either shared or not, and the next one the other way.
+@pytest.mark.parametrize("server", VARIANTS, indirect=True)
+@pytest.mark.parametrize("case", range(len(OPERATIONS)))
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_operations_do_what_was_predicted(server, case, turn):
     """The plan's figures are those of the operation, and its figures those of the bytes."""
+    operation, span, stays = OPERATIONS[case]
+    shared = ([*VARIANTS].index(server.variant) + case + turn) % 2 == 1
     kept, onto = server.keep(text(100, 10), cache_salt="a"), None
     plan = {"operation": operation, "tokens": 100, **span}
     before = server.entries(kept)
