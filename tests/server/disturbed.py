@@ -34,10 +34,13 @@ def load(source, *flags):
     return loaded
 
 
-def requests(count, *, seeded, vocab, seed=0, encoder=False, overflow=Overflow.REFUSE):
+def requests(
+    count, *, seeded, vocab, seed=0, encoder=False, overflow=Overflow.REFUSE, context=CONTEXT
+):
     """With common beginnings, choices of one prompt, and log-probabilities of prompts.
 
     overflow: of some of them, whose answers are longer than the context.
+    context: tokens, with which the engine was loaded.
     """
     rng = random.Random(seed)
     stems = [[rng.randrange(vocab) for _ in range(50)] for _ in range(3)]
@@ -46,9 +49,9 @@ def requests(count, *, seeded, vocab, seed=0, encoder=False, overflow=Overflow.R
         own = [rng.randrange(vocab) for _ in range(rng.choice([1, 2, 5, 17, 30, 60]))]
         prompt = rng.choice(stems)[: rng.choice([0, 0, 16, 31, 33])] + own
         going_on = overflow is not Overflow.REFUSE and index % 3 == 0
-        longest = CONTEXT - (1 if encoder else len(prompt))
+        longest = context - (1 if encoder else len(prompt))
         params = SamplingParams(
-            max_tokens=2 * CONTEXT if going_on else rng.randint(1, longest),
+            max_tokens=2 * context if going_on else rng.randint(1, longest),
             temperature=1.0 if seeded else 0.0,
             logprobs=2,
             prompt_logprobs=1 if index % 7 == 3 and not (encoder or going_on) else None,
