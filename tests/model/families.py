@@ -61,18 +61,18 @@ WINDOWS = {
 ALL = ("reference", "cpu", "one call")
 GATED = {
     "llama": row(llama(), "gguf"),
-    "llama-tied": row(llama(tie_word_embeddings=True, num_key_value_heads=1), "gguf", answer=64),
+    "llama-tied": row(llama(tie_word_embeddings=True, num_key_value_heads=1), "gguf", answer=32),
     "llama-biases": row(llama(attention_bias=True, mlp_bias=True, num_key_value_heads=3), "gguf"),
     "llama-multi-head": row(llama(num_key_value_heads=6, head_dim=None), "gguf"),
     "mistral": row(mistral(), "gguf"),
-    "mistral-window": row(mistral(sliding_window=7), answer=64),
+    "mistral-window": row(mistral(sliding_window=7), answer=32),
     "qwen2": row(qwen2(), "gguf"),
     "qwen2-tied": row(qwen2(tie_word_embeddings=True, num_key_value_heads=2), "gguf"),
     "qwen2-windows": row(
-        qwen2(use_sliding_window=True, sliding_window=5, max_window_layers=1), answer=64
+        qwen2(use_sliding_window=True, sliding_window=5, max_window_layers=1), answer=32
     ),
     "qwen3": row(qwen3(), "gguf"),
-    "qwen3-biases-windows": row(qwen3(**WINDOWS), answer=64),
+    "qwen3-biases-windows": row(qwen3(**WINDOWS), answer=32),
     "llama-linear": row(llama(**rope("linear", factor=3.0)), "gguf", **SCALED),
     "llama-llama3": row(
         llama(**rope("llama3", **BANDS, original_max_position_embeddings=ORIGINAL), head_dim=16),
@@ -242,7 +242,7 @@ def trained_gptj(**changes):
 
 
 BEYOND = {
-    "bloom-12-heads": row(trained_bloom(n_head=12), "gguf", "cpu", answer=64, **ALIBI),
+    "bloom-12-heads": row(trained_bloom(n_head=12), "gguf", "cpu", answer=32, **ALIBI),
     "bloom-5-odd-heads": row(trained_bloom(n_head=5, hidden_size=35, n_layer=1), "gguf", **ALIBI),
     "bloom-16-heads-untied": row(
         trained_bloom(n_head=16, hidden_size=64, tie_word_embeddings=False), "gguf", **ALIBI
@@ -251,7 +251,7 @@ BEYOND = {
         trained_bloom(n_head=1, hidden_size=10, layer_norm_epsilon=1e-3), "gguf", **ALIBI
     ),
     "mpt-6-odd-heads": row(
-        trained_mpt(n_heads=6, d_model=30, n_layers=1), "gguf", answer=64, **ALIBI
+        trained_mpt(n_heads=6, d_model=30, n_layers=1), "gguf", answer=32, **ALIBI
     ),
     "mpt-8-heads-untied": row(
         trained_mpt(n_heads=8, d_model=32, tie_word_embeddings=False), "gguf", **ALIBI
@@ -271,7 +271,7 @@ BEYOND = {
         trained_falcon(
             num_attention_heads=8, tie_word_embeddings=False, bias=False, activation="relu"
         ),
-        answer=64,
+        answer=32,
         **ALIBI,
     ),
     "neox-odd-heads": row(

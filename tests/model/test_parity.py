@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import cached_property, lru_cache
 
 import gguf
 import pytest
@@ -78,23 +79,33 @@ def check_greedy(decoder, model, prompt, count):
 
 
 @torch.no_grad()
-def logits_of(model, tokens, *, hidden=False):
-    """From a model that has seen no other sequence: frequencies remember the longest one."""
-    unused = getattr(model.base_model, "rotary_emb", None)
+def outputs_of(model, tokens):
+    """Logits, and what the head reads.
+
+    From a model that has seen no other sequence: frequencies remember the longest one.
+    """
+    unused, read = getattr(model.base_model, "rotary_emb", None), []
     model.base_model.rotary_emb = copy.deepcopy(unused)
-    ids = torch.tensor([tokens])
-    found = model.base_model(ids).last_hidden_state if hidden else model(ids).logits
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda head, inputs: read.extend(inputs[0])
+    )
+    logits = model(torch.tensor([tokens])).logits[0]
+    hook.remove()
     model.base_model.rotary_emb = unused
-    return found[0]
+    return logits, *read
 
 
-def difference(decoder, model, *lengths, hidden=False):
-    """The largest of any logit or hidden state, over a ragged batch of prompts."""
+def difference(decoder, model, *lengths):
+    """The largest of any logit, over a ragged batch of prompts."""
     sequences = prompts(model.config.vocab_size, *lengths)
+    return farthest(decoder, sequences, [outputs_of(model, tokens)[0] for tokens in sequences])
+
+
+def farthest(decoder, sequences, expected, *, hidden=False):
+    """The largest difference of any logit or hidden state from those expected of a sequence."""
     found = []
     results = ragged_logits(decoder, sequences, hidden=hidden)
-    for ours, tokens in zip(results, sequences, strict=True):
-        theirs = logits_of(model, tokens, hidden=hidden)
+    for ours, theirs in zip(results, expected, strict=True):
         assert theirs.std() > 0.3  # flat logits would agree whatever the weights
         found.append((ours - theirs).abs().max())
     return torch.stack(found).max()
@@ -109,6 +120,7 @@ def drawn(config):
 def stretched(model, context):
     """The same weights in transformers, which has tables of its own for the trained length."""
     if model.config.model_type == "mpt":
+        model = copy.deepcopy(model)
         model.config.max_seq_len = max(context or 0, model.config.max_seq_len)
     if model.config.model_type != "gptj":
         return model
@@ -119,21 +131,13 @@ def stretched(model, context):
     return longer
 
 
-def in_safetensors(model, folder):
-    return open_checkpoint(checkpoints.save(model, folder))
-
-
-def in_gguf(model, folder):
-    return open_checkpoint(checkpoints.write_gguf(folder / "tiny.gguf", model))
-
-
 def in_one_call(checkpoint, context, kernels):
     decoder = on_kernels(loaded(checkpoint, context=context), kernels)
     assert len(decoder.executor._answers.stages) == 1
     return decoder
 
 
-# How a model is stored, and what runs it: (checkpoint, positions, kernels) → decoder.
+# What runs a model: (checkpoint, positions, kernels) → decoder.
 def on(backend=lambda kernels: SdpaAttention):
     return lambda checkpoint, context, kernels: loaded(
         checkpoint, context=context, backend=backend(kernels)
@@ -141,36 +145,61 @@ def on(backend=lambda kernels: SdpaAttention):
 
 
 WAYS = {
-    "safetensors": (in_safetensors, on()),
-    "gguf": (in_gguf, on()),
-    "reference": (in_safetensors, on(lambda kernels: ReferenceAttention)),
-    "cpu": (in_safetensors, on(CpuBackend)),
-    "one call": (in_safetensors, in_one_call),
+    "safetensors": on(),
+    "gguf": on(),
+    "reference": on(lambda kernels: ReferenceAttention),
+    "cpu": on(CpuBackend),
+    "one call": in_one_call,
 }
 
 
-def check(decoder, model, row, answer=8):
-    """Logits, hidden states, and tokens of a greedy answer from the cache.
+class Family:
+    """A row's model, what transformers finds of its prompts, and the model as it is stored."""
 
-    Of the weights the logits tell all.
-    """
-    model = stretched(model, row.context)
-    assert difference(decoder, model, *row.lengths) <= row.tolerance
-    assert difference(decoder, model, *row.lengths, hidden=True) <= row.tolerance
-    check_greedy(decoder, model, prompts(model.config.vocab_size, row.prompt)[0], answer)
+    def __init__(self, row, folder):
+        self.row, self.folder, self.model = row, folder, drawn(row.config)
+        self.theirs = stretched(self.model, row.context)
+        self.prompts = prompts(self.model.config.vocab_size, *row.lengths)
+        outputs = [outputs_of(self.theirs, tokens) for tokens in self.prompts]
+        self.logits, self.hidden = zip(*outputs, strict=True)
+
+    @cached_property
+    def safetensors(self):
+        return open_checkpoint(checkpoints.save(self.model, self.folder))
+
+    @cached_property
+    def gguf(self):
+        return open_checkpoint(checkpoints.write_gguf(self.folder / "tiny.gguf", self.model))
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory):
+    """A row's family by its name; its ways are tested one after another."""
+    return lru_cache(1)(lambda name: Family(FAMILIES[name], tmp_path_factory.mktemp("family")))
 
 
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name, row in FAMILIES.items() for way in row.ways]
 )
-def test_family(name, way, tmp_path, kernels):
-    row, (store, run) = FAMILIES[name], WAYS[way]
-    model = drawn(row.config)
-    checkpoint = store(model, tmp_path)
-    assert row.trained in (None, checkpoint.config.trained_context)
-    assert checkpoint.config.tied_embeddings is model.config.tie_word_embeddings
-    decoder = run(checkpoint, row.context, kernels)
-    check(decoder, model, row, row.answer if way == "safetensors" else min(row.answer, 12))
+def test_family(name, way, family_of, kernels):
+    family = family_of(name)
+    row, stored = family.row, family.gguf if way == "gguf" else family.safetensors
+    assert row.trained in (None, stored.config.trained_context)
+    assert stored.config.tied_embeddings is family.model.config.tie_word_embeddings
+    decoder = WAYS[way](stored, row.context, kernels)
+    # Of weights that are stored in another way the logits tell all.
+    assert farthest(decoder, family.prompts, family.logits) <= row.tolerance
+    if way in ("safetensors", "one call"):
+        assert farthest(decoder, family.prompts, family.hidden, hidden=True) <= row.tolerance
+    if way != "gguf":
+        prompt = prompts(family.model.config.vocab_size, row.prompt)[0]
+        answer = row.answer if way == "safetensors" else min(row.answer, 12)
+        check_greedy(decoder, family.theirs, prompt, answer)
+
+
+def check(decoder, model, row):
+    """Of the weights the logits tell all."""
+    assert difference(decoder, stretched(model, row.context), *row.lengths) <= row.tolerance
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied"])
@@ -225,15 +254,6 @@ paying them out through their fingers while a boy turned the wheel at the far en
 could walk eighteen miles in a day without ever leaving the building. In winter the doors were
 kept shut against the wind, and the only light came from small windows set high in the wall, so
 that the men seemed to appear and vanish as they passed from one bright patch to the next.
-
-My grandfather was the last of them. He had started as the boy at the wheel when he was nine years
-old, and he finished as the master of the walk, with a key on his belt and a brass whistle that he
-blew at noon. When I was small he used to take me there on Sundays, after the machines had already
-been sold, and we would walk together from the door to the far wall. He counted the steps under his
-breath. He told me that a rope is nothing but a great many weak things which have been persuaded to
-hold on to one another, and that the whole art lies in the twisting: each strand is turned one way
-and the strands together are turned the other, so that every part of it is trying to come undone,
-and no part can, because all the others are in the way.
 """
 
 
@@ -254,7 +274,7 @@ SMOLLM2 = {
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_reader):
-    """The checkpoint, 512 tokens of English, and the model in transformers."""
+    """The checkpoint, 256 tokens of English, and the model in transformers."""
     checkpoint = open_checkpoint(smollm2_path())
     with pytest.MonkeyPatch.context() as patch:  # seconds of random numbers, replaced below
         for drawn in (torch.nn.Linear, torch.nn.Embedding):
@@ -262,7 +282,7 @@ def smollm2(smollm2_reader):
         patch.setattr(transformers.PreTrainedModel, "_init_weights", lambda model, module: None)
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMOLLM2)).eval()
     checkpoints.fill_from_gguf(model, smollm2_reader)
-    tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:512]
+    tokens = checkpoint.tokenizer.encode(ENGLISH, bos=False)[:256]
     return checkpoint, tokens, model
 
 
@@ -272,15 +292,15 @@ def decoder(request, smollm2):
     """As any machine can run it, and as the server runs it on a CPU."""
     checkpoint = smollm2[0]
     if request.param == "torch":
-        return loaded(checkpoint, context=1024)
+        return loaded(checkpoint, context=512)
     kernels = request.getfixturevalue("kernels")
-    return on_kernels(loaded(checkpoint, context=1024), kernels)
+    return on_kernels(loaded(checkpoint, context=512), kernels)
 
 
 @pytest.mark.smollm2
 def test_smollm2_logits(decoder, smollm2):
     _, tokens, model = smollm2
-    assert len(tokens) == 512
+    assert len(tokens) == 256
     (ours,) = ragged_logits(decoder, [tokens])
     with torch.no_grad():
         theirs = model(torch.tensor([tokens])).logits[0]
@@ -293,4 +313,4 @@ def test_smollm2_logits(decoder, smollm2):
 @pytest.mark.smollm2
 def test_smollm2_greedy(decoder, smollm2):
     _, tokens, model = smollm2
-    check_greedy(decoder, model, tokens[:100], 64)
+    check_greedy(decoder, model, tokens[:100], 24)

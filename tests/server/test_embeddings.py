@@ -21,7 +21,7 @@ from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import CacheChanged
 from ropewalk.server.scheduling.request import Request
 from tests.model import checkpoints, encoder_decoders, plain
-from tests.model.test_parity import drawn, logits_of, prompts
+from tests.model.test_parity import drawn, outputs_of, prompts
 from tests.server.disturbed import load
 from tests.server.fake_engine import counting, loaded_app, make_engine, make_request
 from tests.server.toy import ScriptedEngine, ask, running, sample, toy, toy_app, wait_for
@@ -47,7 +47,7 @@ WAYS = {
 
 @cache
 def states_of(model, tokens):
-    return logits_of(model, list(tokens), hidden=True).double()
+    return outputs_of(model, list(tokens))[1].double()
 
 
 def expected(model, tokens, pooling="last", size=None, normalize=True):
@@ -351,7 +351,7 @@ def test_a_preempted_embedding_is_the_same(place, tmp_path):
     assert len(found) == 18
     for name, total in found.items():
         request = asked[name]
-        states = logits_of(model, request.tokens, hidden=True).double()
+        states = outputs_of(model, request.tokens)[1].double()
         theirs = states[-1] if request.pooling is Pooling.LAST else states.sum(dim=0)
         np.testing.assert_allclose(total, theirs.numpy(), atol=1e-2, rtol=1e-4)
 
