@@ -24,9 +24,9 @@ from ropewalk.cache.types import Audit, BlockEvent, EventKind
 # off the CPU the result has to be waited for, along with all the work queued on the device.
 SAMPLED_TOGETHER, SAMPLED_TOGETHER_ELSEWHERE = 8, 64
 FOLD = 15  # shifts bit 31, often a sign, into the middle, away from the sign of the low half
-# Blocks copied at once: few enough to stay in the CPU's cache while they are summed; elsewhere
-# enough that launching the kernels does not take longer than running them.
-BATCH, BATCH_ELSEWHERE = 4, 64
+# Bytes of blocks copied at once, so that they stay in the CPU's cache while they are summed, but
+# this many blocks; elsewhere so many that launching the kernels takes no longer than running them.
+BATCH_BYTES, BATCH_LEAST, BATCH_ELSEWHERE = 1 << 20, 4, 64
 
 # (stored [layers, blocks, integers], blocks [N], multipliers) → sums [N, layers] int64.
 FoldSums = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,8 +84,11 @@ _NOTHING = LedgerCounts()
 
 def fold_sums(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:
     """The sums that Checksums defines, on any device. For the CPU, model/kernels is faster."""
-    some_at_once = torch.split(blocks, BATCH if stored.device.type == "cpu" else BATCH_ELSEWHERE)
-    return torch.cat([_sums_of_some(stored, some, multipliers) for some in some_at_once])
+    together = BATCH_ELSEWHERE
+    if stored.device.type == "cpu":
+        together = max(BATCH_LEAST, BATCH_BYTES // stored[:, 0].nbytes)
+    batches = torch.split(blocks, together)
+    return torch.cat([_sums_of_some(stored, some, multipliers) for some in batches])
 
 
 def _sums_of_some(stored: Tensor, blocks: Tensor, multipliers: Tensor) -> Tensor:

@@ -310,8 +310,12 @@ def test_entries_whose_numbers_and_scales_changed_are_counted_once():
     assert ledger.drain().mutated == ENTRIES
 
 
-def test_on_a_gpu_many_blocks_are_summed_at_once(monkeypatch):
-    """Each time starts some kernels, whatever the number of blocks."""
+@pytest.mark.parametrize(
+    ("device", "size", "expected"),
+    [("cpu", 1 << 19, [*[4] * 17, 2]), ("cpu", 1 << 15, [32, 32, 6]), ("meta", 1, [64, 6])],
+)
+def test_as_many_blocks_are_summed_at_once_as_is_fastest(device, size, expected, monkeypatch):
+    """size: bytes of a block. On a GPU each time starts some kernels, whatever the number."""
     sizes = []
 
     def sums(stored, blocks, multipliers):
@@ -319,8 +323,6 @@ def test_on_a_gpu_many_blocks_are_summed_at_once(monkeypatch):
         return blocks[:, None]
 
     monkeypatch.setattr(ledgers, "_sums_of_some", sums)
-    blocks = torch.arange(70)
-    for device in ("cpu", "meta"):
-        stored = torch.empty(1, 70, 1, dtype=torch.int64, device=device)
-        assert torch.equal(ledgers.fold_sums(stored, blocks, blocks)[:, 0], blocks)
-    assert sizes == [*[4] * 17, 2, 64, 6]
+    stored, blocks = torch.empty(1, 1, size, dtype=torch.int8, device=device), torch.arange(70)
+    assert torch.equal(ledgers.fold_sums(stored, blocks, blocks)[:, 0], blocks)
+    assert sizes == expected
