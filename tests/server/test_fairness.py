@@ -36,7 +36,7 @@ class Flooded:
             time.sleep(0.004)
             return counting(batch, kv)
 
-        made, _ = make_engine(slow, blocks=2000, **{"max_seqs": 8} | limits)
+        made, _ = make_engine(slow, blocks=220, **{"max_seqs": 8} | limits)
         self.metrics, self.tokenizer = Metrics(), Counted()
         engine = AsyncEngine({"toy": made}, self.metrics.observe_step)
         served = toy(
@@ -76,8 +76,8 @@ def test_a_small_request_does_not_wait_for_a_list_of_another(name):
 
 def test_a_small_request_does_not_wait_for_many_of_another_key():
     flooded = Flooded(keys=("greedy", "modest"), max_queue=500, several_clients=True)
-    with running(flooded.app) as (url, _), ThreadPoolExecutor(60) as flood:
-        bodies = [{"prompt": [each % 40], "max_tokens": 40} for each in range(60)]
+    with running(flooded.app) as (url, _), ThreadPoolExecutor(45) as flood:
+        bodies = [{"prompt": [each % 40], "max_tokens": 24} for each in range(45)]
         sent = [flood.submit(ask, url, "greedy", **body) for body in bodies]
         wait_for(lambda: flooded.waiting() > 30)
         before = flooded.steps

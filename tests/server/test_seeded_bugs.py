@@ -406,7 +406,7 @@ SOONER = {
     a_wanted_slot_gives_way: 4,
     failure_between_samples_is_missed: 4,
     failure_publishes_its_blocks: 4,
-    publish_after_an_eviction: 6,
+    publish_after_an_eviction: 14,
     what_came_back_is_kept_when_it_has_changed: 4,
 }
 
