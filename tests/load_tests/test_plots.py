@@ -70,15 +70,20 @@ MANY = {
 }
 
 
+def drawn_of(key: str) -> str:
+    """Which of MANY a plot is drawn of, which takes long. test_page.py draws those of odd ones."""
+    return next(name for name in MANY if any(plot.key == key for plot in made(name)))
+
+
 @pytest.mark.parametrize("name", MANY)
 def test_every_plot_is_well_formed_and_has_its_numbers(name):
     found = made(name)
     assert found
     for plot in found:
         assert plot.pictures
-        assert all(
-            ElementTree.fromstring(svg(chart, "c")).get("aria-label") for chart in plot.pictures
-        )
+        if name == drawn_of(plot.key):
+            for chart in plot.pictures:
+                assert ElementTree.fromstring(svg(chart, "c")).get("aria-label")
         assert {len(row) for row in plot.table} == {len(plot.table[0])}
         assert all(sentence.endswith((".", "”")) for sentence in plot.findings)
 

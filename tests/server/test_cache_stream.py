@@ -136,7 +136,7 @@ def test_a_mirror_has_what_the_cache_has_after_every_step() -> None:
     def entry(view):
         return described(served, planner, view)
 
-    for step in range(600):
+    for step in range(250):
         if draw.random() < 0.6 and engine.view().waiting < 6:
             overflow, kind = draw.choice(list(Overflow)), draw.choice([5, 7])
             prompt = [n % kind for n in range(draw.choice([3, 17]))]

@@ -28,6 +28,7 @@ def family(rng):
 
 # Every encoding is taken along every path in tests/model/test_contract.py.
 USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "learned")
+AHEAD = ("rope", "t5", "learned")  # how keys carry their position: turned, not at all, added
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,9 @@ USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "learned")
             ENCODINGS, [ReferenceAttention], [False], always=lambda encoding, *_: encoding in USUAL
         ),
         ("rope", SdpaAttention, False),
-        *((encoding, ReferenceAttention, True) for encoding in USUAL),
+        *combined(
+            USUAL, [ReferenceAttention], [True], always=lambda encoding, *_: encoding in AHEAD
+        ),
     ],
 )
 def test_every_step_equals_one_uncached_pass(encoding, backend, ahead, caplog):

@@ -227,14 +227,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("encoding", "overflow"), CASES)
-def test_ten_contexts_of_one_layer_equal_recomputation(encoding, overflow):
+def test_five_contexts_of_one_layer_equal_recomputation(encoding, overflow):
     """In one layer keys and values depend on nothing but token and position, so dropping tokens
     leaves no context error: every row of logits equals one pass over what is kept."""
     context = 4 * BLOCK
     options = {"layers": [0]} if encoding == "rope-scaled" else {}
     decoder = tiny(encoding, num_layers=1, windows=(None,), options=options)
     recording = Recording(decoder, blocks=12, limits=Limits(4, 16, context, 10))
-    going = request("r", range(7), max_tokens=10 * context, overflow=overflow)
+    going = request("r", range(7), max_tokens=5 * context, overflow=overflow)
     recording.engine.submit(going)
     worst, shifts = 0.0, 0
     while recording.engine.busy:
@@ -245,7 +245,7 @@ def test_ten_contexts_of_one_layer_equal_recomputation(encoding, overflow):
         expected = run_uncached(decoder, going.context(0, first + len(logits)))[first:]
         worst = max(worst, float((logits - expected).abs().max()))
         assert recording.manager.counts().active <= context // BLOCK
-    assert going.num_generated == 10 * context
-    assert shifts >= 18
+    assert going.num_generated == 5 * context
+    assert shifts >= 8
     # Angles are float32, and a key that was turned on differs by their rounding.
     assert worst <= (1e-5 if encoding in ROPES else 1e-10)
