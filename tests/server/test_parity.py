@@ -36,10 +36,14 @@ def defect(decoder, block_size=16, context=CONTEXT, stored=None):
     return found.defect("m")
 
 
-@pairs(encoding=ENCODINGS, backend=[SdpaAttention, ReferenceAttention], dtype=DTYPES)
-def test_a_model_that_is_right(encoding, backend, dtype):
-    assert defect(tiny(encoding, backend, dtype)) is None
-    assert defect(tiny(encoding, backend, dtype), stored=torch.int8) is None
+@pairs(
+    encoding=ENCODINGS,
+    backend=[SdpaAttention, ReferenceAttention],
+    dtype=DTYPES,
+    stored=[None, torch.int8],
+)
+def test_a_model_that_is_right(encoding, backend, dtype, stored):
+    assert defect(tiny(encoding, backend, dtype), stored=stored) is None
 
 
 @pairs(bits=[8, 4], encoding=["rope", "sinusoidal", "nope"], dtype=[torch.float32, torch.bfloat16])
