@@ -1,9 +1,11 @@
 """Versions of what runs, without importing it."""
 
 import platform
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
+@cache
 def installed(name: str) -> str:
     """The version of a distribution, or of "python"."""
     if name == "python":

@@ -68,10 +68,10 @@ def figures(run: Run) -> Figures:
     steady = [outcome for outcome in stayed if _steady(run, outcome)]
     failures = Counter(outcome.error for outcome in run.outcomes if outcome.error is not None)
     values = {
-        f"{latency}_p{share}": percentile(found, share)
+        f"{latency}_p{share}": float(value)
         for latency in LATENCIES
         if (found := samples(latency, steady))
-        for share in PERCENTILES
+        for share, value in zip(PERCENTILES, np.percentile(found, PERCENTILES), strict=True)
     }
     return Figures(
         served=len(stayed),
