@@ -68,9 +68,10 @@ def test_programs_share_the_splits_of_a_request(monkeypatch):
     assert error(spec(6, 2, 16), 3, LONG, 16) < ROUNDING
 
 
-def test_keys_that_are_not_seen_may_fill_splits():
+def test_keys_that_are_not_seen_may_fill_splits(monkeypatch):
     """As many as `merge` combines at a time."""
-    given, unseen = spec(2, 1, 16), SPLIT * (SPLITS_AT_ONCE + 1)
+    monkeypatch.setattr(attention, "SPLIT", 32)
+    given, unseen = spec(2, 1, 16), 32 * (SPLITS_AT_ONCE + 1)
     q, kv, batch = problem(given, 16, [(unseen + 9, 1)])
     bias = DenseBias(torch.zeros(2, 1, batch.max_context))
     bias.values[..., :unseen] = -torch.inf
@@ -78,11 +79,13 @@ def test_keys_that_are_not_seen_may_fill_splits():
     torch.testing.assert_close(TritonHere(given)(q, kv, batch, bias, None), exact)
 
 
-@pytest.mark.parametrize("heads", [(2, 1), (6, 2), (20, 1)])
-def test_tiles_of_rows_find_their_requests(heads):
-    lengths = [(3, 31), (8, 0), (0, 64), (5, 1), (2, 33), (9, 0), (1, 2), (0, 1), (4, 95), (7, 1)]
+@pytest.mark.parametrize(("heads", "full"), [((2, 1), 16), ((6, 2), 32), ((20, 1), 8)])
+def test_tiles_of_rows_find_their_requests(heads, full):
+    """full: how many rows fill tiles of 32, each with all heads that share a key head."""
+    news = [full - 1, 0, 2 * full, 1, full + 1, 0, 2, 1, 3 * full - 1, 1]
+    lengths = list(zip([3, 8, 0, 5, 2, 9, 1, 0, 4, 7], news, strict=True))
     given = spec(*heads, 16)
-    assert error(given, 3, [(0, 70)], 16) < ROUNDING
+    assert error(given, 3, [(0, 2 * full + 6)], 16) < ROUNDING
     assert error(given, 3, lengths, 16) < ROUNDING
     assert error(given, 3, lengths[::-1], 16) < ROUNDING
 
