@@ -81,7 +81,7 @@ def test_the_first_the_last_and_any_byte(size, sums, kernels):
 def test_large_weights_take_no_more_steps(monkeypatch):
     monkeypatch.setattr(checksums, "CHUNK", 64)
     monkeypatch.setattr(checksums, "START", 64)
-    sizes = [1 << 20, 7, 200_000, 64, 1, 333_333] + [100] * 50
+    sizes = [1 << 18, 7, 50_000, 64, 1, 83_333] + [100] * 50
     sealed = Seals({str(n): torch.zeros(size, dtype=torch.int8) for n, size in enumerate(sizes)})
     assert PORTIONS // 2 < sealed.portions <= PORTIONS
     looked = [sealed.verify()[0] for _ in range(4 * sealed.portions)]
@@ -294,13 +294,13 @@ def test_scratch_and_buffers_are_not_sealed(monkeypatch):
         *((encoding, bits) for encoding in ("rope", "t5", "learned") for bits in (8, 4)),
     ],
 )
-def test_hundreds_of_steps_with_shifts_change_no_weight(encoding, bits, kernels, one_thread):
+def test_a_hundred_steps_with_shifts_change_no_weight(encoding, bits, kernels, one_thread):
     """Everything is verified in every few steps, on the path that the server takes."""
     decoder = on_kernels(encoding, kernels, bits)
     engine = an_engine(decoder, kernels)
     shifts = changed = verified = 0
     draw = random.Random(0)
-    for number in range(8):
+    for number in range(4):
         request = make_request(str(number), draw.choices(range(61), k=20), max_tokens=60)
         request.overflow = Overflow.SHIFT if moves(decoder) else Overflow.REFUSE
         engine.submit(request)
@@ -310,7 +310,7 @@ def test_hundreds_of_steps_with_shifts_change_no_weight(encoding, bits, kernels,
             changed += stats.changed_weights
             verified += stats.verified_weights
     assert changed == 0 and not engine.weights_changed
-    assert verified > 20 * sum(each.nbytes for each in decoder.fixed_tensors().values())
+    assert verified > 10 * sum(each.nbytes for each in decoder.fixed_tensors().values())
     assert bool(shifts) == moves(decoder)
 
 
