@@ -101,22 +101,24 @@ class World:
         self.rules = [self.decoder.encoding.for_layer(layer) for layer in layers]
         self.ledger = Ledger(self.kv, Audit.FULL)
         self.operations = Operations(self.manager, self.kv, self.rules, self.ledger)
-        self.compute("a", TOKENS[:STORED])
-        self.compute("b", OTHER)
+        self.compute(a=TOKENS[:STORED], b=OTHER)
 
-    def compute(self, name, tokens):
-        """Store those of a sequence's tokens that are not yet."""
-        held = self.manager.reserve(name, tokens, len(tokens))
-        table = self.manager.table(name)
-        sequence = Running(tokens, list(table.blocks), computed=held)
-        self.decoder(make_batch([(sequence, len(tokens) - held)], BLOCK), self.kv)
-        self.manager.commit(name, tokens, len(tokens))
+    def compute(self, **sequences):
+        """Store those of the sequences' tokens that are not yet."""
+        work = []
+        for name, tokens in sequences.items():
+            held = self.manager.reserve(name, tokens, len(tokens))
+            sequence = Running(tokens, self.blocks(name), computed=held)
+            work.append((sequence, len(tokens) - held))
+        self.decoder(make_batch(work, BLOCK), self.kv)
+        for name, tokens in sequences.items():
+            self.manager.commit(name, tokens, len(tokens))
         self.ledger.observe(self.manager.drain_events())
 
     def apply(self, operation):
         if operation is not None:
             return self.operations.apply(operation)
-        self.compute("a", TOKENS)
+        self.compute(a=TOKENS)
         return None
 
     def blocks(self, name):
