@@ -205,7 +205,8 @@ def test_vectors_of_positions_that_are_scaled(encoding, dtype, kernels):
 def test_rows_that_are_enough_for_every_thread(bits, dtype, count, threads, kernels):
     """Each then takes some of them through all that lies between two attentions."""
     threads(count)
-    decoders = both("rope", kernels, dtype, bits=bits, qk_norm=True, logit_scale=0.3)
+    two_layers = {"num_layers": 2, "windows": (None, None)}
+    decoders = both("rope", kernels, dtype, bits=bits, qk_norm=True, logit_scale=0.3, **two_layers)
     for rows in (None, list(range(5, 190)), [169]):
         assert equal(decoders, rows, lengths=MANY)
 
