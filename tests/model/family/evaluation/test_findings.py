@@ -120,7 +120,7 @@ def test_a_model_that_is_lost_past_its_length_breaks(all_of_them, tmp_path) -> N
     until = len(bins) if all_of_them else first + 1
     lost = [LossBin(one.start, one.stop, *nothing) for one in bins[first:until]]
     whole = replace(losses([0.0]), bins=(*bins[:first], *lost, *bins[until:]))
-    own = replace(measured("x", [0.0]), losses=whole)
+    own = replace(measured("x", [0.0]), losses=whole, recalls=None, curve=None)
     found = verdict(own)
     assert found is not None and found.beyond is Beyond.BREAKS and found.worst == lost[0]
     card, *drawn = write(replace(family(), members=(own,)), None, None, tmp_path)
