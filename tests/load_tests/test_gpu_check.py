@@ -1,5 +1,6 @@
 """The whole check on a CPU and a tiny shape; and scripts/gpu-check where there is no GPU."""
 
+import gc
 import itertools
 import json
 import subprocess
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
+    gc.freeze()  # what was imported, as by transformers: after each part, garbage is looked for
     monkeypatch.setattr(roofline, "COPIED", {"cpu": 1 << 20})
     monkeypatch.setattr(roofline, "SIDE", {"cpu": 64})
     monkeypatch.setattr(parts, "STEPS", 3)
