@@ -188,9 +188,11 @@ def test_steps_of_an_encoder_decoder(backend, tmp_path):
 def test_programs_for_splits_that_nobody_has_end(encoding, monkeypatch):
     """A grid is its bucket's: here for four splits of keys, of which requests have up to three."""
     monkeypatch.setattr(attention, "SPLIT", 32)
+    shape = {"num_layers": 2, "windows": WINDOWS[:2], "num_heads": 3, "num_kv_heads": 1}
+    if "layers" in ENCODINGS[encoding].options:
+        shape["options"] = {"layers": [0]}
     decoder, prefill = (
-        tiny(encoding, backend, torch.float32, windows=WINDOWS, num_heads=3, num_kv_heads=1)
-        for backend in (TritonHere, SdpaAttention)
+        tiny(encoding, backend, torch.float32, **shape) for backend in (TritonHere, SdpaAttention)
     )
     check_one_step(decoder, [70, 1, 33], (4, 128), alike_but_for_rounding, prefill)
 
