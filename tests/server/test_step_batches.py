@@ -68,11 +68,18 @@ def test_every_batch_of_an_engine(blocks, ahead):
     assert sum(same) > len(same) // 5
 
 
+def answering(count):
+    """A request with so many tokens, the last of which is of its answer: a step only decodes."""
+    made = make_request("r", range(count - 1))
+    made.tokens.append(count - 1)
+    return made
+
+
 def test_a_request_that_came_back_in_other_blocks():
     """Preempted and admitted again between two steps, all but its last token found in the cache."""
     tables = {"r": Table(array("q", [3, 5]), array("q", [0, 4]))}
     batches = StepBatches(tables.__getitem__, 4)
-    going = make_request("r", range(5))
+    going = answering(5)
     first = batches.of((Work(going, 4, 1),))
     assert first.forward.slots.tolist() == [20]
     going.tokens.append(7)
@@ -85,7 +92,7 @@ def test_a_request_that_came_back_in_other_blocks():
 def test_a_step_that_is_computed_again():
     tables = {"r": Table(array("q", [3, 5]), array("q", [0, 4]))}
     batches = StepBatches(tables.__getitem__, 4)
-    work = (Work(make_request("r", range(6)), 5, 1),)
+    work = (Work(answering(6), 5, 1),)
     for _ in range(3):
         batch = batches.of(work)
         assert (batch.forward.slots.tolist(), batch.forward.tokens.tolist()) == ([21], [5])
@@ -116,7 +123,7 @@ def test_a_context_that_became_shorter():
     """In the blocks that stay, which keep their list."""
     blocks, bases = array("q", [3, 5, 6]), array("q", [0, 4, 8])
     batches = StepBatches(lambda name: Table(blocks, bases), 4)
-    going = make_request("r", range(10))
+    going = answering(10)
     batches.of((Work(going, 9, 1),))
     going.tokens.append(7)
     going.front, going.dropped = 4, 4
