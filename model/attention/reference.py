@@ -66,13 +66,11 @@ class ReferenceAttention:
         queries = q.to(self.dtype)
         if rotation is None:
             return self._products(queries, keys)
-        near, *far = (
-            self._products(*side)
-            for side in rotation.sides(queries, keys, positions, key_positions, offsets)
-        )
-        if rotation.far is None:
-            return near
-        return torch.where(rotation.far.between(positions, key_positions), far[0], near)
+        near, far = rotation.sides(queries, keys, positions, key_positions, offsets)
+        if rotation.far is None or far is None:
+            return self._products(*near)
+        is_far = rotation.far.between(positions, key_positions)
+        return torch.where(is_far, self._products(*far), self._products(*near))
 
     def _products(self, q: Tensor, keys: Tensor) -> Tensor:
         return torch.einsum("qhd,khd->hqk", q, keys) * self.spec.scale

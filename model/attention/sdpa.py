@@ -89,23 +89,20 @@ class SdpaAttention:
         if rotation is not None:
             offsets = torch.arange(keys.shape[2], device=q.device) % kv.keys.shape[1]
             stored = keys.transpose(1, 2)  # [R, max_context, kv_heads, head_dim]
-            sides = rotation.sides(
+            (q, near), far = rotation.sides(
                 *(q, stored.flatten(0, 1), positions, key_positions.flatten()),
                 offsets.repeat(len(stored)),
             )
-            (q, near), *others = (
-                (of_q, of_keys.view(stored.shape).transpose(1, 2)) for of_q, of_keys in sides
-            )
-            keys = near
-            if rotation.far is not None:
+            keys = near.view(stored.shape).transpose(1, 2)
+            if rotation.far is not None and far is not None:
                 # Every key twice, each time beside its own query, and seen as near or as far.
-                ((of_far, far),) = others
-                q, none = torch.cat((q, of_far), dim=-1), torch.zeros_like(near)
-                keys = torch.cat((torch.cat((near, none), -1), torch.cat((none, far), -1)), dim=2)
-                values = torch.cat((values, values), dim=2)
+                none, far_keys = torch.zeros_like(keys), far[1].view(stored.shape).transpose(1, 2)
+                near_keys = torch.cat((keys, none), dim=-1)
+                keys = torch.cat((near_keys, torch.cat((none, far_keys), dim=-1)), dim=2)
+                q, values = torch.cat((q, far[0]), dim=-1), torch.cat((values, values), dim=2)
                 is_far = rotation.far.between(positions[rows], key_positions)[:, None]
-                masks = (mask.masked_fill(each, -torch.inf) for each in (is_far, ~is_far))
-                mask = torch.cat((*masks,), dim=-1)
+                near_mask = mask.masked_fill(is_far, -torch.inf)
+                mask = torch.cat((near_mask, mask.masked_fill(~is_far, -torch.inf)), dim=-1)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
         out = F.scaled_dot_product_attention(
             padded,

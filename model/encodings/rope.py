@@ -42,8 +42,8 @@ class RoPE(PositionalEncoding):
     `near` and `group` serve longer contexts than a model was trained for, without training. Keys
     nearer than `near` are rotated as ever. For those farther away, positions are divided by
     `group` and rounded down, and the query's has near - near // group added, so that distances
-    go on from there (Self-Extend, arXiv 2401.01325, section 3.2). In one group of all positions,
-    every far key is as if at distance `near` (Su's ReRoPE).
+    go on from there (Self-Extend, arXiv 2401.01325). In one group of all positions, every far key
+    is as if at distance `near` (Su's ReRoPE).
 
     Under `dynamic` and `longrope` the frequencies of a published model depend on the length of
     the sequence, which would invalidate keys cached earlier. Here they are those for the served
@@ -71,7 +71,8 @@ class RoPE(PositionalEncoding):
     LIMIT = "the served context: angles are tabulated for its positions only"
     BEYOND_TRAINED = (
         "computes as before, but distances past the trained length rotate slow pairs by angles "
-        "never seen in training, so answers degrade unless a scaling is made for them"
+        "never seen in training, so answers degrade unless a scaling is made for them or near and "
+        "group are set"
     )
 
     def __init__(

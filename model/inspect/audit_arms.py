@@ -192,6 +192,9 @@ def _built(
     own = program.config.encoding
     if name == own.name:
         options = {**own.options, **options}
+        if options.get("storage", KeyStorage.RAW) != KeyStorage.RAW:
+            # Only keys that are stored raw can have another rotation where they are far.
+            options = {option: options[option] for option in options.keys() - {"near", "group"}}
     encoding = example(kind, program.config, served, options)
     if encoding.max_positions is not None and encoding.max_positions < context:
         raise EncodingError(

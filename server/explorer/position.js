@@ -34,6 +34,11 @@
       move: "The key has been given an earlier position, as when text before it is dropped. Its hands were at the dashed ones, and are now at the solid ones. " +
         "Blocks move as a whole, so its place within its block stays, and with it the rotation that is stored; only the block's first position is another. So moving changes nothing that is stored.",
     },
+    undrawn: { // a rotation whose pairs have no one angle for each position
+      seen: "The encoding rotates queries and keys, but no pair of numbers by one angle for each position, so that there are no clocks to draw. The scores are those that attention finds.",
+      append: "The query is a later token now, and the score of this key may be another. Appending changes nothing that is stored.",
+      move: "The key has been given an earlier position. One that is stored unrotated stays as it is; any other must be rotated and written again.",
+    },
     bias: {
       seen: "The encoding leaves queries and keys alone. It adds a number to each score, read off this curve at the distance between the two tokens.",
       append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
@@ -298,7 +303,7 @@
         const rotated = found.pairs?.[0]?.heads && found.key === key ? rotatedApart(found.pairs, far) : null;
         const bias = found.bias ? nearby(found.bias, far) : rotated;
         const by = moved ? `Moved by ${many(moved, "token")}. ` : grown ? `${many(grown, "token")} appended. ` : "";
-        const texts = (kind === "rotation" && KINDS[found.key_storage]) || KINDS[kind];
+        const texts = KINDS[kind !== "rotation" ? kind : found.pairs ? found.key_storage : "undrawn"] || KINDS[kind];
         const tried = by + texts[moved ? "move" : grown ? "append" : "seen"] + (found.causal ? "" : ENCODER);
         const pairs = pairAt(shown, bias, distance);
         const first = found.window === null ? 0 : Math.max(0, query - found.window + 1), last = found.causal ? query : found.tokens.length - 1; // that the query sees

@@ -190,7 +190,7 @@ class Rotary(NoPosition):
         return y
 
     def products(self, layer, q, k, positions):
-        """From the distance `near` on with other positions (2401.01325, equations 3 and 4)."""
+        """From the distance `near` on with other positions (2401.01325)."""
         found, near = super().products(layer, q, k, positions), self.options.get("near")
         if near is None or layer not in (self.options.get("layers") or [layer]):
             return found

@@ -185,5 +185,17 @@ def test_the_models_own_encoding_keeps_its_weights_and_settings() -> None:
     assert torch.equal(slowed.frequencies, tiny("rope-slowed").encoding.frequencies)
 
 
+def test_every_storage_of_a_model_that_rotates_far_keys_otherwise() -> None:
+    program = program_of(tiny("rope-far"))
+    for name, far in (
+        ("rope", True),
+        ("rope:raw", True),
+        ("rope:block", False),
+        (audit_arms.DYNAMIC, False),
+    ):
+        rotation = audit_arms.arm(name, program, 24, 12).decoder.encoding.rotation()
+        assert (rotation is not None and rotation.far is not None) == far
+
+
 def test_entries_counts_keys_and_values() -> None:
     assert entries((Touched(3, 2, 1), Touched(5, 4, 0))) == 7

@@ -13,6 +13,7 @@ from ropewalk.cache.types import KeyStorage
 
 # Which coordinates of a head form a pair: i with i + width/2, or 2i with 2i + 1.
 Layout = Literal["half", "interleaved"]
+Side = tuple[Tensor, Tensor]  # queries and keys, to be multiplied
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
@@ -83,14 +84,14 @@ class Rotation:
 
     def sides(
         self, q: Tensor, keys: Tensor, positions: Tensor, key_positions: Tensor, offsets: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Rotated queries and keys: those of near keys' scores, and those of far ones' if any are.
+    ) -> tuple[Side, Side | None]:
+        """Rotated queries and keys: as near keys are scored, and as far ones are if there are any.
 
         Arguments as for `queries` and `keys`.
         """
-        found = [(self.queries(q, positions), self.keys(keys, key_positions, offsets))]
-        if self.far is not None:
-            of_keys = self.far.keys[key_positions.clamp(0, len(self.far.keys) - 1)]
-            of_queries = self.queries(q, self.far.queries[positions])
-            found.append((of_queries, self.keys(keys, of_keys, offsets)))
-        return found
+        near = self.queries(q, positions), self.keys(keys, key_positions, offsets)
+        if self.far is None:
+            return near, None
+        of_keys = self.far.keys[key_positions.clamp(0, len(self.far.keys) - 1)]
+        of_queries = self.far.queries[positions]
+        return near, (self.queries(q, of_queries), self.keys(keys, of_keys, offsets))

@@ -14,7 +14,7 @@ from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding
-from ropewalk.model.encodings.common.rotary import Rotation
+from ropewalk.model.encodings.common.rotary import Rotation, Side
 from ropewalk.model.layers.executor import TorchExecutor
 
 QUERIES = 128  # of a window, whose scores are computed as one product
@@ -83,8 +83,10 @@ class DenseAttention:
             return (x.repeat_interleave(repeat, dim=2) if repeat > 1 else x).transpose(1, 2)
 
         keys, at = kv.keys.flatten(0, 1), batch.positions
-        sides = [(q, keys)] if rotation is None else rotation.sides(q, keys, at, at, batch.offsets)
-        sides = [(by_head(queries), by_head(keys)) for queries, keys in sides]
+        sides: tuple[Side | None, ...] = ((q, keys),)
+        if rotation is not None:
+            sides = rotation.sides(q, keys, at, at, batch.offsets)
+        multiplied = [(by_head(each), by_head(its)) for each, its in filter(None, sides)]
         values = by_head(kv.values)
         pieces = []
         for first in range(0, length, QUERIES):
@@ -93,7 +95,7 @@ class DenseAttention:
             rows, columns = batch.positions[first:last], batch.positions[:end]
             scores, *far = (
                 queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
-                for queries, keys in sides
+                for queries, keys in multiplied
             )
             if rotation is not None and rotation.far is not None:
                 scores = torch.where(rotation.far.between(rows, columns), far[0], scores)

@@ -83,10 +83,13 @@ def _about_angles(found: PairRotation, subject: Subject) -> str:
         f"Left: the cosine of the angle. Right: positions in one full turn, {turns[0]:,.2f} for "
         f"the fastest pair and {turns[-1]:,.0f} for the slowest."
     ]
+    far, last = _far(subject.encoding), subject.context - 1
+    most = last if far is None else int(far.queries[last] - far.keys[0])
     if slow:
         parts.append(
             f"{slow} of {len(turns)} pairs make no full turn within the context of "
-            f"{subject.context:,}: in them, every distance has a different angle."
+            f"{subject.context:,}"
+            + (": in them, every distance has a different angle." if most == last else ".")
         )
     else:
         parts.append(f"Every pair makes a full turn within the context of {subject.context:,}.")
@@ -102,13 +105,10 @@ def _about_angles(found: PairRotation, subject: Subject) -> str:
         f"{STORED[left.storage if left else KeyStorage.ABSOLUTE]}. The base sets the speeds, not "
         "how many tokens can be told apart."
     )
-    far = _far(subject.encoding)
-    if far is not None:
-        last = subject.context - 1
-        most = int(far.queries[last] - far.keys[0])
+    if far is not None and most < last:
         parts.append(
-            f"Keys {far.start:,} or more positions before a query are rotated otherwise, as if "
-            f"they were nearer: the farthest by {most:,} positions instead of {last:,}."
+            f"Keys {far.start:,} or more positions before a query are rotated otherwise: the "
+            f"farthest as if it were {most:,} positions back instead of {last:,}."
         )
     return " ".join(parts)
 

@@ -118,9 +118,10 @@ class CpuAttention:
             arguments.magnitude = rotation.magnitude
             tensors += (cosines, sines)
             if rotation.far is not None:
+                queries, keys = rotation.far.queries.contiguous(), rotation.far.keys.contiguous()
                 arguments.far = rotation.far.start
-                arguments.far_queries = rotation.far.queries.data_ptr()
-                arguments.far_keys = rotation.far.keys.data_ptr()
+                arguments.far_queries, arguments.far_keys = queries.data_ptr(), keys.data_ptr()
+                tensors += (queries, keys)
         return arguments, tensors
 
 

@@ -121,7 +121,7 @@ def attend(
         query_a, query_b = _rotated(*of_query, cosines + angle, sines + angle, paired)
         query_a, query_b = (query_a * magnitude).to(FACTOR), (query_b * magnitude).to(FACTOR)
         if FAR:
-            angle = tl.load(far_queries + at)[:, None] * PAIRS + pair[None, :]
+            angle = tl.load(far_queries + at).to(tl.int32)[:, None] * PAIRS + pair[None, :]
             far_a, far_b = _rotated(*of_query, cosines + angle, sines + angle, paired)
             far_a, far_b = (far_a * magnitude).to(FACTOR), (far_b * magnitude).to(FACTOR)
         if 2 * PAIRS < HEAD_DIM:
@@ -171,7 +171,7 @@ def attend(
                         )
                         scores = _products(query_a, query_b, key_a, key_b, FACTOR)
                     if tl.max((counted & is_far).to(tl.int32)) > 0:
-                        other = tl.load(far_keys + key_at, mask=used, other=0)
+                        other = tl.load(far_keys + key_at, mask=used, other=0).to(tl.int32)
                         turn = other[None, :] * PAIRS + pair[:, None]
                         key_a, key_b = _rotated(*of_key, cosines + turn, sines + turn, in_pairs)
                         far_scores = _products(far_a, far_b, key_a, key_b, FACTOR)

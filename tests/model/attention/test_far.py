@@ -1,5 +1,7 @@
 """Keys that are far from a query are turned otherwise than near ones: Self-Extend and ReRoPE."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from ropewalk.cache.kv import LayerKV
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import TableBias
 from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.encodings.common.rotary import Far
 from tests.model.attention.test_cpu import problem, spec
 from tests.model.attention.test_rotation import (
     CONTEXT,
@@ -92,6 +95,17 @@ def test_scores_are_those_of_each_distance(
     asked, exact = problem_of(given, block_size, order, side, layout=layout, width=24)
     for backend in backends(kernels):
         assert (backend(given)(*asked) - exact).abs().max() <= TOLERANCE[dtype]
+
+
+def test_positions_may_lie_anyhow(kernels):
+    """As one for all keys, expanded."""
+    given = spec(6, 2, 64, torch.float64)
+    (*asked, rotation), exact = problem_of(given, 16, "in order", "one group")
+    at = (torch.tensor(each).expand(CONTEXT) for each in (rotation.far.start, 0))
+    expanded = replace(rotation, far=Far(rotation.far.start, *at))
+    for backend in backends(kernels):
+        found = backend(given)(*asked, expanded)
+        assert (found - exact).abs().max() <= TOLERANCE[torch.float64]
 
 
 @pytest.mark.triton

@@ -168,9 +168,11 @@ def test_rope_has_its_pictures_however_keys_are_stored(storage, told) -> None:
 
 def test_far_keys_are_drawn_as_near_as_they_are_scored() -> None:
     far, usual = (parts("rope", near=16, **more) for more in ({}, {"group": 1}))
-    assert "as if they were nearer: the farthest by 16 positions instead of 299" in caption(
-        far, "angle"
-    )
+    angle = caption(far, "angle")
+    assert "the farthest as if it were 16 positions back instead of 299" in angle
+    assert "every distance" not in angle and "every distance" in caption(parts("rope"), "angle")
+    assert "instead of" not in caption(usual, "angle")
+    assert "instead of" not in caption(parts("rope", near=5000), "angle")
     assert "it falls on the whole, but rises in 2% of single steps" in caption(far, "score")
     assert caption(usual, "score") == caption(parts("rope"), "score")
 

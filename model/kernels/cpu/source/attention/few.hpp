@@ -77,7 +77,6 @@ class FewQueries : Attending<Real, S, 32> {
     rotated_ = a_.storage == kNothing ? nullptr : rotated_buffer_.grow(kKeys * kFew * dim);
     for (const Side side : {kNear, kFar})
       if (side == kNear || a_.far) load_queries<T>(side);
-    side_ = kNear;
     State *states = state_buffer_.grow(2 * queries);
     Real *values = sums_buffer_.grow(2 * queries * dim);
     for (const Half half : {kLater, kEarlier}) {
