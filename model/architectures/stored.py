@@ -3,22 +3,27 @@
 Knows both formats' names for the usual decoders; opens no files.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ropewalk.model.config import ModelConfig
 
 
-class Order(Protocol):
+class Order(ABC):
     """How the elements of a stored tensor are ordered, if not as in the decoder."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def undo(self, tensor: Tensor) -> Tensor:
         """The tensor in the decoder's order; its first dimension is the parameter's rows."""
-        ...
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Of what `undo` returns for a tensor of the shape `stored`."""
+        return stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,11 @@ class Stored:
     @property
     def result(self) -> tuple[int, ...]:
         """Its shape as part of the parameter."""
-        if self.order is None:
-            return self.shape
-        return tuple(self.order.undo(torch.empty(self.shape, device="meta")).shape)
+        return self.shape if self.order is None else self.order.shape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class Pairs(Order):
     """Row order of stored queries or keys where coordinates 2i and 2i + 1 of a head form a pair.
 
     The decoder's half layout has them at i and width/2 + i.
@@ -57,26 +60,26 @@ class Pairs:
 
 
 @dataclass(frozen=True, slots=True)
-class Transposed:
+class Transposed(Order):
     """Stored as [inputs, outputs], like GPT-2's linear layers."""
 
     def undo(self, tensor: Tensor) -> Tensor:
         return tensor.t()
 
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
+        return stored[::-1]
+
 
 @dataclass(frozen=True, slots=True)
-class LessOne:
+class LessOne(Order):
     """Stored as the difference from 1, like the norms of Gemma."""
 
     def undo(self, tensor: Tensor) -> Tensor:
-        # Added in float32 and rounded once, when it is copied to the decoder. Not on "meta", where
-        # only the shape is asked for: there an addition makes torch import its compiler, which
-        # takes seconds and leaves an error whose frames keep the weights.
-        return tensor if tensor.is_meta else 1 + tensor.float()
+        return 1 + tensor.float()  # rounded once, when it is copied to the decoder
 
 
 @dataclass(frozen=True, slots=True)
-class FusedByHead:
+class FusedByHead(Order):
     """Rows of q, k and v alternate head by head: [heads, 3, head_dim, ...]."""
 
     num_heads: int

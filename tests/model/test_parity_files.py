@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ropewalk.model.architectures.stored import LessOne
+from ropewalk.model.architectures.stored import FusedByHead, LessOne, Pairs, Transposed
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from tests.model import checkpoints
@@ -128,9 +128,15 @@ def renamed(tensors):
     return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
 
 
-def test_norms_less_one_are_added_to_but_not_for_their_shape():
-    shape = torch.empty(3, device="meta")
-    assert LessOne().undo(shape) is shape  # an addition would import torch's compiler
+@pytest.mark.parametrize(
+    "order", [LessOne(), Transposed(), Pairs(2, 4), FusedByHead(2)], ids=lambda order: repr(order)
+)
+def test_orders_say_what_shape_they_make(order):
+    shape = (12,) if isinstance(order, LessOne) else (12, 5)
+    assert tuple(order.undo(torch.ones(shape)).shape) == order.shape(shape)
+
+
+def test_norms_less_one_are_rounded_once():
     assert LessOne().undo(torch.tensor([0.5, -1.0]).bfloat16()).tolist() == [1.5, 0.0]
 
 

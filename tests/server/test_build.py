@@ -1,5 +1,6 @@
 """From a configuration to loaded models: what is chosen, and what is refused in one sentence."""
 
+import gc
 import json
 import random
 import shutil
@@ -13,13 +14,15 @@ from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.kernels.cpu.library import NoKernels
+from ropewalk.model.program import Program
 from ropewalk.server import hardware
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch import build, load_model
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
 from tests.model.checkpoints import llama, random_model, save, tiny_tokenizer, write_gguf
-from tests.model.test_parity import BLOCKED
+from tests.model.families import FAMILIES
+from tests.model.test_parity import BLOCKED, drawn
 from tests.server.fake_engine import configured, make_request
 from tests.server.test_banner import FACTS
 
@@ -53,6 +56,24 @@ def test_a_model_is_loaded_and_generates(folder):
     assert loaded.facts.kv_bytes_per_token == 480
     assert loaded.facts.blocks == (1 << 20) // (480 * 16) - 1
     assert len(generated(loaded, [1, 2, 3])) == 8
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_loading_leaves_no_weights_to_be_collected(family, tmp_path):
+    """The server never looks for garbage among what was there when it began to serve."""
+    save(drawn(FAMILIES[family].config), tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        models = load(f"m={tmp_path}", "--kv-memory", "1M")
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [each for each in gc.garbage if isinstance(each, torch.Tensor | Program)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert models and not left
 
 
 def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):

@@ -1,6 +1,6 @@
 """One tiny checkpoint of every decoder-only family, served and asked over HTTP.
 
-32 greedy tokens equal those of transformers. The families' logits are compared in tests/model.
+12 greedy tokens equal those of transformers. The families' logits are compared in tests/model.
 """
 
 import contextlib
