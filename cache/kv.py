@@ -1,7 +1,8 @@
 """The tensors of the paged KV cache. Which sequence holds which block is cache/manager.py's job."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,27 +10,49 @@ from torch import Tensor
 # Of keys and values in 8 bits: equal steps, with an entry's largest magnitude at ±127. All of it is
 # float32 in one fixed order, as the CPU kernels (linear/integers.hpp) must store identical bits.
 SCALE = torch.float32
+GATE = torch.float32  # sums of thousands are taken
 STEPS = 127
 LEAST = 1e-30  # lower bound of the largest magnitude: avoids dividing by 0 for an entry of zeros
 
 Change = Callable[[Tensor], Tensor]  # entries → entries of the same shape and dtype
 
 
-class LayerKV(NamedTuple):
-    """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each."""
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """Keys and values of one layer, [blocks, block_size, kv_heads, head_dim] each.
+
+    Where the encoding has gates, also their logarithms, [blocks, heads, block_size] float32: a
+    head's side by side, as they are added up. Iterating gives every tensor.
+    """
 
     keys: Tensor
     values: Tensor
+    gates: Tensor | None = field(default=None, kw_only=True)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        of_keys, of_values = self.parts
+        return iter((self.keys, self.values, *of_keys[1:], *of_values[1:]))
 
     @property
     def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The tensors that store keys, and those that store values."""
-        return (self.keys,), (self.values,)
+        """The tensors that store keys and what belongs to them, and those that store values."""
+        return (self.keys, *self._of_tokens), (self.values,)
+
+    @property
+    def _of_tokens(self) -> tuple[Tensor, ...]:
+        """What is stored beside a token's keys."""
+        return () if self.gates is None else (self.gates,)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k and v, [T, kv_heads, head_dim], at slots [T] = block · block_size + offset."""
         _at_slots(self.keys, slots, k)
         _at_slots(self.values, slots, v)
+
+    def write_gates(self, gates: Tensor, slots: Tensor) -> None:
+        """Store logarithms of gates, [T, heads], in the same way."""
+        assert self.gates is not None, "the cache was made without room for gates"
+        size = self.gates.shape[-1]
+        self.gates[slots // size, :, slots % size] = gates.to(self.gates.dtype)
 
     def read(self, *index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values of blocks [...], or at blocks and offsets [...], converted to `dtype`."""
@@ -40,24 +63,24 @@ class LayerKV(NamedTuple):
         self.keys[blocks] = change(self.keys[blocks])
 
 
-class Int8LayerKV(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Int8LayerKV(LayerKV):
     """The same with entries in 8 bits: int8 values with one float32 scale per entry."""
 
-    keys: Tensor
-    values: Tensor
     key_scales: Tensor  # [blocks, block_size, kv_heads] float32
     value_scales: Tensor
 
     @property
     def parts(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """As in LayerKV."""
-        return (self.keys, self.key_scales), (self.values, self.value_scales)
+        return (self.keys, self.key_scales, *self._of_tokens), (self.values, self.value_scales)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """As in LayerKV; attention then reads the rounded entries, not k and v."""
         numbers, scales = rounded(torch.stack((k, v)))
-        for stored, new in zip(self, (*numbers, *scales), strict=True):
-            _at_slots(stored, slots, new)
+        stored = self.keys, self.values, self.key_scales, self.value_scales
+        for own, new in zip(stored, (*numbers, *scales), strict=True):
+            _at_slots(own, slots, new)
 
     def read(self, *index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """As in LayerKV."""
@@ -72,7 +95,7 @@ class Int8LayerKV(NamedTuple):
         self.keys[blocks], self.key_scales[blocks] = rounded(change(keys))
 
 
-PagedKV = LayerKV | Int8LayerKV
+PagedKV = LayerKV  # of either kind
 
 
 class Shape(Protocol):
@@ -87,7 +110,10 @@ class Shape(Protocol):
 
 
 class KVCache:
-    """One PagedKV per layer, allocated once. `dtype`: of stored entries; int8 adds scales."""
+    """One PagedKV per layer, allocated once. `dtype`: of stored entries; int8 adds scales.
+
+    gates: how many are stored beside each token's keys, 0 unless the encoding has gates.
+    """
 
     def __init__(
         self,
@@ -97,6 +123,7 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        gates: int = 0,
     ) -> None:
         self.blocks, self.block_size = blocks, block_size
         self.num_layers, self.num_kv_heads = shape.num_layers, shape.num_kv_heads
@@ -111,19 +138,24 @@ class KVCache:
         self._scales: Tensor | None = None  # [2, ...]: those of keys and those of values
         if dtype is torch.int8:
             self._scales = torch.empty(2, *size, dtype=SCALE, device=device)
+        self._gates: Tensor | None = None
+        if gates:
+            size = (self.num_layers, blocks, gates, block_size)
+            self._gates = torch.empty(*size, dtype=GATE, device=device)
 
     def layer(self, index: int) -> PagedKV:
         keys, values = self._keys[index], self._values[index]
+        gates = None if self._gates is None else self._gates[index]
         if self._scales is None:
-            return LayerKV(keys, values)
-        return Int8LayerKV(keys, values, self._scales[0, index], self._scales[1, index])
+            return LayerKV(keys, values, gates=gates)
+        return Int8LayerKV(keys, values, *self._scales[:, index], gates=gates)
 
     @property
     def whole(self) -> PagedKV:
         """All layers at once: every tensor is [layers, blocks, ...]."""
         if self._scales is None:
-            return LayerKV(self._keys, self._values)
-        return Int8LayerKV(self._keys, self._values, self._scales[0], self._scales[1])
+            return LayerKV(self._keys, self._values, gates=self._gates)
+        return Int8LayerKV(self._keys, self._values, *self._scales, gates=self._gates)
 
     @property
     def entries_per_token(self) -> int:
@@ -136,7 +168,8 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        return bytes_per_token(self, self.dtype)
+        gates = 0 if self._gates is None else self._gates.shape[2]
+        return bytes_per_token(self, self.dtype, gates)
 
 
 def bytes_per_entry(head_dim: int, dtype: torch.dtype) -> int:
@@ -144,9 +177,10 @@ def bytes_per_entry(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim * dtype.itemsize + (SCALE.itemsize if dtype is torch.int8 else 0)
 
 
-def bytes_per_token(shape: Shape, dtype: torch.dtype) -> int:
-    """Size of the keys and values of one token, over all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * bytes_per_entry(shape.head_dim, dtype)
+def bytes_per_token(shape: Shape, dtype: torch.dtype, gates: int = 0) -> int:
+    """Size of the keys, values and gates of one token, over all layers."""
+    entries = 2 * shape.num_kv_heads * bytes_per_entry(shape.head_dim, dtype)
+    return shape.num_layers * (entries + gates * GATE.itemsize)
 
 
 def _at_slots(stored: Tensor, slots: Tensor, new: Tensor) -> None:

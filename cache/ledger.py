@@ -33,7 +33,7 @@ FoldSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Part(StrEnum):
-    """Scales count as part of the keys or values that they belong to."""
+    """Scales count as part of the keys or values that they belong to, gates as part of keys."""
 
     KEYS = "keys"
     VALUES = "values"
@@ -111,7 +111,8 @@ class Checksums:
     """64 bits for each block, layer and part: sum of multiplier[i] · fold(word[i]) modulo 2^64.
 
     The words are the block's bytes, eight at a time, zero-padded to a whole word; where keys or
-    values have scales, then those of the scales, with their own multipliers. `fold` XORs the low
+    values have scales, then those of the scales, and
+    beside keys those of gates, with their own multipliers. `fold` XORs the low
     half of a word with its shifted high half. It is its own inverse, so different words stay
     different. A multiplier is odd and so invertible modulo 2^64. Hence any change within one
     word, even of a single bit, changes the sum, and changes in several words cancel only if the
@@ -122,7 +123,7 @@ class Checksums:
     """
 
     def __init__(self, kv: KVCache, sums: FoldSums = fold_sums) -> None:
-        # For each part, its tensors as [layers, blocks, integers].
+        # For each part, its tensors as [layers, blocks, integers]. Keys may have one more.
         self._parts = [[_integers(tensor) for tensor in part] for part in kv.whole.parts]
         self._sums = sums
         self._device = kv.device
@@ -140,7 +141,7 @@ class Checksums:
             torch.add,
             (
                 self._sums(tensor, index, multipliers)
-                for tensor, multipliers in zip(part, self._multipliers, strict=True)
+                for tensor, multipliers in zip(part, self._multipliers, strict=False)
             ),
         )
 

@@ -139,14 +139,15 @@ class Operations:
         rewritten = (
             rotating * self._kv.num_kv_heads * sum(each.slots for each in moving if each.delta)
         )
-        copied = self._kv.entries_per_token * self._copied_slots(operation, moving)
+        copied = self._copied_slots(operation, moving)  # tokens
         return OpReport(
             operation.op,
             self.capability(operation.op),
-            copied=copied,
+            copied=copied * self._kv.entries_per_token,
             rewritten=rewritten,
             should_change=rewritten,
-            bytes_moved=2 * (copied + rewritten) * self._kv.bytes_per_entry,
+            bytes_moved=2
+            * (copied * self._kv.bytes_per_token + rewritten * self._kv.bytes_per_entry),
         )
 
     def _copied_slots(self, operation: Operation, moving: Sequence[_Moving]) -> int:

@@ -28,10 +28,12 @@ from ropewalk.model.formatting import where
 from ropewalk.model.kernels.cpu.lowering import (
     biases_in_python,
     embeds_in_python,
+    gates_in_python,
     rotates_in_python,
 )
 
-HOOKS = ("embed", "rotate", "rotation", "score_bias", "for_layer")
+HOOKS = ("embed", "gates", "rotate", "rotation", "score_bias", "for_layer")
+DATA = {"embed": "vectors", "gates": "forget_gates"}  # hooks from which these are computed
 LENGTHS = (512, 4096, 32768)  # keys that the new token attends to
 SHORT = 64  # context of an encoding when its length does not matter
 # The smallest GPT-2: 12 layers of 12 heads of 64.
@@ -234,10 +236,7 @@ def hooks(kind: type[PositionalEncoding]) -> tuple[str, ...]:
     def overrides(name: str) -> bool:
         return getattr(kind, name) is not getattr(PositionalEncoding, name)
 
-    # `vectors` are what `embed` adds.
-    return tuple(
-        name for name in HOOKS if overrides(name) or (name == "embed" and overrides("vectors"))
-    )
+    return tuple(name for name in HOOKS if any(map(overrides, (name, DATA.get(name, name)))))
 
 
 def in_python(encoding: PositionalEncoding) -> Iterator[str]:
@@ -245,6 +244,8 @@ def in_python(encoding: PositionalEncoding) -> Iterator[str]:
     layer = encoding.for_layer(0)
     if embeds_in_python(encoding):
         yield "embed"
+    if gates_in_python(layer):
+        yield "gates"
     if rotates_in_python(layer, SHAPE.head_dim):
         yield "rotate"
     if biases_in_python(layer):

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import MaterialisedBias, PairBias, PositionalEncoding, rotates
+from ropewalk.model.encodings.base import (
+    MaterialisedBias,
+    PairBias,
+    PositionalEncoding,
+    forgets,
+    rotates,
+    stored_gates,
+)
 from ropewalk.model.program import Program, encoding_parameters
 from ropewalk.model.watch import Watch
 
@@ -66,10 +73,17 @@ class Decoder:
         ]
 
     @property
+    def gates(self) -> int:
+        """How many are stored beside each token's keys."""
+        return stored_gates(self.encoding, self.config)
+
+    @property
     def position_apart(self) -> bool:
         """Whether all positional work can be timed by itself: attention does none of it."""
         encodings = self.encodings
-        in_attention = any(each.score_bias() or each.rotation() for each in encodings)
+        in_attention = any(
+            each.score_bias() or each.rotation() or forgets(each) for each in encodings
+        )
         apart = self.executor.rotates_apart or not any(map(rotates, encodings))
         return apart and not in_attention
 

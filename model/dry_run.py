@@ -37,12 +37,15 @@ class Trial:
         dtype: torch.dtype,
         device: torch.device = META,
         spare: int = 0,
+        gates: int = 0,
     ) -> None:
         # Block 0 is reserved, and a pool needs at least one other.
         blocks = 2 + spare + sum(-(-length // block_size) for length in lengths.values())
         self._layers = shape.num_layers
         self.manager = CacheManager(blocks, block_size, prefix_sharing=False)
-        self.kv = KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        self.kv = KVCache(
+            shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device, gates=gates
+        )
         for name, length in lengths.items():
             self.store(name, length)
 

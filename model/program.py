@@ -26,7 +26,7 @@ class Part(IntEnum):
     """What the time of a pass is spent on."""
 
     EMBEDDING = 0
-    POSITION = 1  # vectors added to embeddings, queries and keys rotated before they are stored
+    POSITION = 1  # vectors added to embeddings, queries and keys rotated, gates, before storing
     NORM = 2
     LINEAR = 3  # and an activation that is computed with it
     ACTIVATION = 4
@@ -94,6 +94,14 @@ class Clip(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Forget(Op):
+    """Write the encoding's gates to the slots of the batch, in a layer of the cache, for Attend."""
+
+    layer: int
+    encoding: PositionalEncoding
+
+
+@dataclass(frozen=True, slots=True)
 class Rotate(Op):
     """Queries and keys, as the encoding does before keys are stored."""
 
@@ -157,6 +165,7 @@ PARTS: Mapping[type[Op], Part] = {
     Place: Part.POSITION,
     Norm: Part.NORM,
     Clip: Part.LINEAR,
+    Forget: Part.POSITION,
     Rotate: Part.POSITION,
     Store: Part.STORE,
     Attend: Part.ATTENTION,
@@ -165,7 +174,7 @@ PARTS: Mapping[type[Op], Part] = {
     Add: Part.RESIDUAL,
     Keep: Part.RESIDUAL,
 }
-_OF_ALL_ROWS = (Embed, Place, Rotate, Store, Attend)  # which look at the batch
+_OF_ALL_ROWS = (Embed, Place, Forget, Rotate, Store, Attend)  # which look at the batch
 
 
 def part_of(op: Op) -> Part:

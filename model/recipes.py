@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.config import BlockKind, EncoderDecoderConfig, ModelConfig
-from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, forgets
 from ropewalk.model.program import (
     Activate,
     Add,
     Attend,
     Clip,
     Embed,
+    Forget,
     Gate,
     Linear,
     Norm,
@@ -53,6 +54,10 @@ class Layer:
         config, at, dim = self.config, f"{self.at}attention.", self.config.head_dim
         of_queries, of_keys = config.num_heads * dim, config.num_kv_heads * dim
         outputs = (of_queries, of_keys, of_keys)
+        if forgets(self.encoding):
+            if not self.causal:
+                raise EncodingError("gates say what later tokens see, but here tokens see all.")
+            yield Forget(x, "", self.index, self.encoding)
         yield Linear(x, "q k v", f"{at}qkv", config.hidden_size, outputs, config.qkv_bias)
         if config.qkv_clip is not None:
             yield Clip("q k v", "q k v", config.qkv_clip)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ropewalk.cache.kv import KVCache, bytes_per_token
-from ropewalk.model.config import ModelConfig
+from ropewalk.cache.kv import KVCache
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.bindings import has_bf16_arithmetic
 from ropewalk.server.errors import CommandError
@@ -100,8 +99,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def num_blocks(
-    config: ModelConfig,
-    dtype: torch.dtype,
+    token_bytes: int,
     *,
     budget: int | None,
     free_memory: int,
@@ -111,11 +109,12 @@ def num_blocks(
 ) -> int:
     """Blocks of the cache, the reserved block 0 included.
 
-    `budget` and `free_memory` are bytes for this model. Without a budget: a share of what is
+    token_bytes: of what the cache holds for each token. `budget` and `free_memory` are bytes for
+    this model. Without a budget: a share of what is
     free, but never more than all sequences at full length need. CommandError when not even one
     block fits.
     """
-    block_bytes = bytes_per_token(config, dtype) * block_size
+    block_bytes = token_bytes * block_size
     enough = max_seqs * -(-context // block_size) + 1
     blocks = (free_memory if budget is None else budget) // block_bytes
     if budget is None:

@@ -252,7 +252,8 @@ def encodings_of(
     cell = max(held, key=lambda cell: cell.tokens) if held else ordered[0]
     decoder = made[ZERO]
     blocks = blocks_for(cell.batch, cell.context)
-    kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device)
+    gates = max(each.gates for each in made.values())
+    kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device, gates=gates)
     variants = {**made, AGAIN: decoder}
     rows = {"decode": (cell.batch, 1), "prefill": (1, min(CHUNK, cell.context))}
     calls: dict[str, Mapping[str, Call]] = {}

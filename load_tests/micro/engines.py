@@ -42,7 +42,13 @@ def decoding(
     """
     config, device = decoder.config, decoder.device
     longest = context + steps + 1
-    kv = new_cache(config, blocks_for(requests, longest), dtype=decoder.dtype, device=device)
+    kv = new_cache(
+        config,
+        blocks_for(requests, longest),
+        dtype=decoder.dtype,
+        device=device,
+        gates=decoder.gates,
+    )
     compute = forward or replayed(decoder, kv, requests, longest)
 
     def past_prompts(batch: ForwardBatch, kv: KVCache) -> Tensor:

@@ -92,21 +92,28 @@ def decoders(
 
 
 def new_cache(
-    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device, gates: int = 0
 ) -> KVCache:
-    """A cache full of numbers of a realistic size, so that no kernel meets a special case."""
-    kv = untouched_cache(config, blocks, dtype=dtype, device=device)
+    """A cache full of numbers of a realistic size, so that no kernel meets a special case.
+
+    gates: as in KVCache. They forget so little that no key is left out.
+    """
+    kv = untouched_cache(config, blocks, dtype=dtype, device=device, gates=gates)
     generator = torch.Generator(device).manual_seed(0)
     for part in kv.whole:
         part.normal_(generator=generator)
+    if kv.whole.gates is not None:
+        kv.whole.gates.abs_().mul_(-1e-4)
     return kv
 
 
 def untouched_cache(
-    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device
+    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device, gates: int = 0
 ) -> KVCache:
     """Takes no memory on a CPU until it is written to."""
-    return KVCache(config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device)
+    return KVCache(
+        config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device, gates=gates
+    )
 
 
 def blocks_for(requests: int, context: int) -> int:

@@ -172,7 +172,11 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     )
     made[AGAIN] = made[ZERO]
     kv = new_cache(
-        made[ZERO].config, blocks_for(args.batch, args.context), dtype=dtype, device=device
+        made[ZERO].config,
+        blocks_for(args.batch, args.context),
+        dtype=dtype,
+        device=device,
+        gates=max(each.gates for each in made.values()),
     )
     steps = {
         "decode": (args.batch, 1, args.rounds),

@@ -6,6 +6,7 @@ from logging import getLogger
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
@@ -22,6 +23,7 @@ from ropewalk.model.encodings.base import (
     PositionalEncoding,
     ScoreBias,
     TableBias,
+    forgets,
 )
 from ropewalk.model.encodings.common.rotary import Rotation
 
@@ -46,6 +48,7 @@ class AttentionSpec:
     causal: bool = True  # False: a query attends to all keys of its request
     bias: type[ScoreBias] | None = None  # the kind that is added to scores
     storage: KeyStorage | None = None  # of stored keys that are not fully rotated yet
+    gated: bool = False  # whether stored gates are added to scores, as `forgotten` has it
 
 
 def spec_for(
@@ -55,7 +58,8 @@ def spec_for(
     encoding: PositionalEncoding | None = None,
 ) -> AttentionSpec:
     """What all layers have in common, with the bias and the rotation of the first."""
-    bias, storage = of_encoding(None if encoding is None else encoding.for_layer(0))
+    first = None if encoding is None else encoding.for_layer(0)
+    bias, storage = of_encoding(first)
     return AttentionSpec(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -66,6 +70,7 @@ def spec_for(
         window=next(filter(None, config.windows), None),
         bias=bias,
         storage=storage,
+        gated=first is not None and forgets(first),
     )
 
 
@@ -107,6 +112,21 @@ def step_bias(
     return added
 
 
+def forgotten(kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[R, heads, max_context]: for each key, the sum of the gates of its request's later tokens.
+
+    Added to the scores; softmax ignores what is too much by, the same for all keys of a query. From
+    the last token on, so that the sums of near keys are small and exact.
+    """
+    assert kv.gates is not None, "the cache was made without room for gates"
+    size, longest = kv.gates.shape[-1], batch.max_context
+    tables = batch.block_tables[:, : -(-longest // size)]
+    gates = kv.gates[tables].transpose(1, 2).flatten(2)[..., :longest]
+    unused = torch.arange(longest, device=tables.device) >= batch.context_lens[:, None]
+    gates = gates.masked_fill(unused[:, None], 0).to(dtype)  # as slots may hold anything
+    return F.pad(gates.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
+
+
 def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:
     keys = batch.key_positions(block_size)[batch.row_requests()]
     values = bias.between(batch.positions[:, None], keys)
@@ -133,7 +153,8 @@ class Attend(Protocol):
 
         When causal, row i of request r attends to keys 0 .. context_lens[r] - rows(r) + i, by
         index. The bias is a function of positions, `batch.positions` and block base + offset,
-        unless it is dense: then it is indexed by row and key index. With a rotation, queries
+        unless it is dense: then it is indexed by row and key index. Of a gated spec, what is
+        `forgotten` is added as well. With a rotation, queries
         and stored keys are not or not fully rotated yet; `rotation` says what is left to apply.
         """
         ...

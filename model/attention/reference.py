@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.common.rotary import Rotation
 
@@ -45,6 +45,8 @@ class ReferenceAttention:
                 scores = scores + bias.values[:, rows, :context]
             elif bias is not None:
                 scores = scores + bias.between(positions, key_positions)
+            if self.spec.gated:
+                scores = scores + forgotten(kv, batch, self.dtype)[r, :, None, :context]
             hidden = self.hidden(rows.stop - rows.start, context, q.device)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

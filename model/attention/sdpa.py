@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.common.rotary import Rotation
 
@@ -86,6 +86,10 @@ class SdpaAttention:
         elif bias is not None:
             between = bias.between(positions[rows], key_positions)
             mask = mask + between.transpose(0, 1).to(wide)
+        if self.spec.gated:
+            sums = forgotten(kv, batch, torch.promote_types(q.dtype, torch.float32))
+            own = index.clamp(0, sums.shape[2] - 1)[:, None].expand(-1, sums.shape[1], -1)
+            mask = mask + (sums[:, :, None] - sums.gather(2, own)[..., None]).to(wide)
         if rotation is not None:
             offsets = torch.arange(keys.shape[2], device=q.device) % kv.keys.shape[1]
             stored = keys.transpose(1, 2)  # [R, max_context, kv_heads, head_dim]

@@ -1,7 +1,8 @@
 """What a positional encoding may touch: the embeddings, the queries and keys, or the scores.
 
 An encoding is one file in this folder. It knows positions and distances, never requests,
-batches or the cache, and always takes positions from its arguments.
+batches or the cache, and always takes positions from its arguments. One that counts by content,
+not by position, has gates for each token, which are stored beside its key.
 """
 
 import importlib
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ropewalk.cache.types import Capability, KeyStorage, Op
@@ -99,6 +101,22 @@ class PairBias:
     def between(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Positions [..., Q] and [..., K] → bias [heads, ..., Q, K]."""
         return self.of(queries, keys)
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetGates:
+    """Each head's gate: which share of what came before it a token lets later tokens see.
+
+    sigmoid(weight · x + bias), of what the layer's attention reads (arXiv 2503.02130, section 3).
+    """
+
+    weight: Tensor  # [heads, width]
+    bias: Tensor  # [heads]
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [T, width] → logarithms of the gates [T, heads], at least float32."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +209,22 @@ class PositionalEncoding(nn.Module):
         """The bias that attention adds to the scaled scores."""
         return None
 
+    def forget_gates(self) -> ForgetGates | None:
+        """What `gates` computes, if it is a linear layer and a sigmoid.
+
+        Prefer this to overriding `gates`, which kernels cannot look into.
+        """
+        return None
+
+    def gates(self, x: Tensor) -> Tensor | None:
+        """x: what attention's linear layers read [T, width] → logarithms [T, heads] or None.
+
+        They are stored beside the tokens' keys. Attention adds to each score the sum of those of
+        all tokens after the key, up to and with the query's own.
+        """
+        gates = self.forget_gates()
+        return None if gates is None else gates.of(x)
+
     def for_layer(self, layer: int) -> "PositionalEncoding":
         """The encoding as layer `layer` sees it."""
         return self
@@ -223,6 +257,13 @@ class PositionalEncoding(nn.Module):
             if rotates(own) or own.rotation() is not None:
                 heads = len(seen) * (config.num_heads + config.num_kv_heads)
                 total += PositionalWork(rotations=heads, flops=heads * 3 * config.head_dim)
+            if forgets(own):
+                # A product for each gate, and sums of the stored ones.
+                made, sums = len(seen) * config.num_heads, config.num_heads * sum(seen)
+                read = 4 * (made * (config.hidden_size + 1) + sums)
+                total += PositionalWork(
+                    bias_values=sums, flops=2 * made * config.hidden_size + 2 * sums, bytes=read
+                )
             bias = own.score_bias()
             if bias is not None:
                 values = config.num_heads * sum(seen)
@@ -291,6 +332,18 @@ def embeds(encoding: PositionalEncoding) -> bool:
 def rotates(encoding: PositionalEncoding) -> bool:
     """Whether the encoding changes queries or keys before keys are stored."""
     return not inherits(encoding.rotate, encoding, PositionalEncoding.rotate)
+
+
+def forgets(encoding: PositionalEncoding) -> bool:
+    """Whether the encoding of a layer has gates."""
+    plain = inherits(encoding.gates, encoding, PositionalEncoding.gates)
+    return not plain or encoding.forget_gates() is not None
+
+
+def stored_gates(encoding: PositionalEncoding, config: ModelConfig) -> int:
+    """How many gates of each token a layer of the cache has to hold."""
+    layers = map(encoding.for_layer, range(config.num_layers))
+    return config.num_heads if any(map(forgets, layers)) else 0
 
 
 def need_integer(encoding: str, name: str, value: object, least: int, most: int) -> None:

@@ -186,6 +186,7 @@ class Watch:
             block_size=BLOCK_SIZE,
             dtype=self.arm.decoder.dtype,
             device=self.arm.decoder.device,
+            gates=self.arm.decoder.gates,
         )
         for layer in range(kv.num_layers):
             for tensor in kv.layer(layer):
@@ -218,9 +219,13 @@ def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int)
 
 
 def _copy(kv: KVCache) -> Tensor:
-    """[2, layers, slots, kv_heads, head_dim]: keys, then values."""
-    layers = [torch.stack(kv.layer(index)) for index in range(kv.num_layers)]
-    return torch.stack(layers, dim=1).flatten(2, 3)
+    """[2, layers, slots, kv_heads, head_dim]: keys, then values; after a key the gates with it."""
+    keys, values, gates = kv.whole.keys, kv.whole.values, kv.whole.gates
+    if gates is not None:
+        gates = gates.transpose(2, 3).reshape(*keys.shape[:-1], -1).to(keys.dtype)
+        keys = torch.cat((keys, gates), dim=-1)
+        values = torch.cat((values, torch.zeros_like(gates)), dim=-1)
+    return torch.stack((keys, values)).flatten(2, 3)
 
 
 def bytes_differ(a: Tensor, b: Tensor) -> Tensor:

@@ -15,17 +15,19 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model import recipes
+from ropewalk.model.attention.base import forgotten
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import (
     LinearBias,
-    ScoreBias,
     TableBias,
     create,
     embeds,
+    forgets,
     inherits,
     rotates,
+    stored_gates,
 )
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.explain.rotating import find_pair_rotation
@@ -36,7 +38,7 @@ from ropewalk.model.weights.quantize import Weight, round_matrices
 
 CPU = torch.device("cpu")
 FARTHEST = 512  # distances that the curve of a bias has
-Kind = Literal["rotation", "bias", "embedding", "several", "none"]
+Kind = Literal["rotation", "bias", "gates", "embedding", "several", "none"]
 
 WITHIN = (
     "the position is part of every token's vector before layer 0, and what the layers made of it "
@@ -158,6 +160,7 @@ class Looked:
         attend = ops[at]
         assert isinstance(attend, Attend) and attend.encoding is not None
         self.op, self.encoding = attend, attend.encoding
+        self._gates = stored_gates(program.encoding, program.config)
         self.whole = program.encoder_encoding or program.encoding
         self.config = program.config
         self.reference = ReferenceAttention(spec_of(attend, program))
@@ -199,9 +202,8 @@ class Looked:
             content = self.reference.scores(q[row], k, zero[row], zero, zero, rotation)[:, 0]
             position = plain - content
         scores = plain
-        bias = encoding.score_bias()
-        if bias is not None:
-            added = bias.between(batch.positions[row], positions)[:, 0]
+        added = self._added(query, positions)
+        if added is not None:
             scores = plain + added
             position = position + added if turned else added
         if self.placed is not None:
@@ -211,7 +213,7 @@ class Looked:
         hidden = self.reference.hidden(count, count, CPU)[query]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         split = self.why_not is None
-        distances, curve = self._curve(bias, query)
+        distances, curve = self._curve(query, added)
         pairs, still = self._pairs(q[query], None if key is None else k[key], rotation is not None)
         return Explanation(
             encoding=self.config.encoding.name,
@@ -242,6 +244,8 @@ class Looked:
             found.append("rotation")
         if encoding.score_bias() is not None:
             found.append("bias")
+        if forgets(encoding):
+            found.append("gates")
         if embeds(self.whole):
             found.append("embedding")
         return "several" if len(found) > 1 else found[0] if found else "none"
@@ -276,20 +280,31 @@ class Looked:
             block_size=served.block_size,
             dtype=served.kv_dtype,
             device=CPU,
+            gates=self._gates,
         )
 
-    def _curve(self, bias: ScoreBias | None, query: int) -> tuple[Tensor | None, Tensor | None]:
-        """The bias by distance; one that depends on more is that of the query's own keys."""
-        if bias is None:
+    def _added(self, query: int, positions: Tensor) -> Tensor | None:
+        """Bias and gates: added to the scores of keys at these positions [heads, keys]."""
+        bias, added = self.encoding.score_bias(), None
+        if bias is not None:
+            added = bias.between(self.batch.positions[query : query + 1], positions)[:, 0]
+        if forgets(self.encoding):
+            sums = forgotten(self.kv, self.batch, self.reference.dtype)[0]
+            between = sums - sums[:, query, None]
+            added = between if added is None else added + between
+        return added
+
+    def _curve(self, query: int, added: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """What is added by distance; if that depends on more, for the query's own keys."""
+        if added is None:
             return None, None
-        count = len(self.batch.tokens)
-        if isinstance(bias, LinearBias | TableBias):
+        bias = self.encoding.score_bias()
+        if isinstance(bias, LinearBias | TableBias) and not forgets(self.encoding):
             far = min(self._served.context, FARTHEST)
             distances = torch.arange(0 if self.op.causal else 1 - far, far)
             return distances, bias.at(distances).float()
-        keys = torch.arange(query + 1 if self.op.causal else count)
-        values = bias.between(torch.tensor([query]), keys)[:, 0]
-        return query - keys, values.float()
+        keys = torch.arange(query + 1 if self.op.causal else len(self.batch.tokens))
+        return query - keys, added[:, keys].float()
 
     def _pairs(
         self, q: Tensor, k: Tensor | None, left: bool

@@ -18,13 +18,14 @@ from ropewalk.model.attention.base import (
 )
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, forgets
 from ropewalk.model.program import (
     Activate,
     Add,
     Attend,
     Clip,
     Embed,
+    Forget,
     Gate,
     Keep,
     Linear,
@@ -159,6 +160,7 @@ class TorchExecutor:
             Linear: self._linear,
             Place: _place,
             Clip: _clip,
+            Forget: _forget,
             Rotate: _rotate,
             Store: _store,
             Gate: _gate,
@@ -218,6 +220,7 @@ def spec_of(op: Attend, program: Program) -> AttentionSpec:
         causal=op.causal,
         bias=bias,
         storage=storage,
+        gated=op.encoding is not None and forgets(op.encoding),
     )
 
 
@@ -268,6 +271,13 @@ def embedded(encoding: PositionalEncoding, x: Tensor, positions: Tensor) -> Tens
     return y.contiguous()  # as kernels read it, and an encoding may leave it otherwise
 
 
+def gates_of(encoding: PositionalEncoding, x: Tensor) -> Tensor:
+    """What `x` [T, width] makes of the gates, logarithms [T, heads]."""
+    gates = encoding.gates(x)
+    assert gates is not None, "asked of encodings with gates alone"
+    return gates
+
+
 def rotated(
     encoding: PositionalEncoding, q: Tensor, k: Tensor, batch: ForwardBatch
 ) -> tuple[Tensor, Tensor]:
@@ -290,6 +300,11 @@ def _place(op: Place, now: Pass, x: Tensor) -> Sequence[Tensor]:
 
 def _clip(op: Clip, now: Pass, *values: Tensor) -> Sequence[Tensor]:
     return tuple(each.clamp(-op.most, op.most) for each in values)
+
+
+def _forget(op: Forget, now: Pass, x: Tensor) -> Sequence[Tensor]:
+    now.layer(op.layer).write_gates(gates_of(op.encoding, x), now.batch.slots)
+    return ()
 
 
 def _rotate(op: Rotate, now: Pass, q: Tensor, k: Tensor) -> Sequence[Tensor]:

@@ -21,7 +21,13 @@ from ropewalk.cache.types import Evict, Fork, Move, Op, Operation, OpReport, Tru
 from ropewalk.model.catalogue import in_each_storage
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.dry_run import OTHER, SEQUENCE, Trial
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, find, names
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    find,
+    names,
+    stored_gates,
+)
 from ropewalk.server.app.openai import Serving, accepts
 from ropewalk.server.engine.cache_view import CacheView, KeptView, RequestView, SequenceView
 from ropewalk.server.engine.engine import Engine
@@ -253,6 +259,7 @@ class CachePlanner:
         self._dtype = dtype
         self._max_context = max_context
         self._speed = speed
+        self._gates = stored_gates(encoding, shape)
         self._own = Candidate(shape.encoding.name, encoding, own=True)
         kv = self._trial({}).kv
         self.bytes_per_token, self.entries_per_token = kv.bytes_per_token, kv.entries_per_token
@@ -366,7 +373,13 @@ class CachePlanner:
         return turned * self._speed.turn + copied * self._speed.copy
 
     def _trial(self, lengths: Mapping[str, int]) -> Trial:
-        return Trial(self._shape, lengths, block_size=self.block_size, dtype=self._dtype)
+        return Trial(
+            self._shape,
+            lengths,
+            block_size=self.block_size,
+            dtype=self._dtype,
+            gates=self._gates,
+        )
 
     def _check_context(self, question: Question) -> None:
         appends = question.op is Op.APPEND

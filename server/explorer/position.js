@@ -44,6 +44,12 @@
       append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
+    gates: {
+      seen: "Each token has a gate for each head: which share of what came before it later tokens see. The score loses by every gate between the two tokens, " +
+        "so that how far a key seems depends on what was said since. This curve is that of this query's own keys.",
+      append: "Each new token has a gate of its own, which lowers the scores of all earlier keys alike; how much is known once it is computed. A gate is stored beside its token's key, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, which nothing asks for: what counts are the gates of the tokens that then stand between. Each is stored beside its own key, so moving changes nothing that is stored.",
+    },
     embedding: {
       seen: "The encoding adds a vector for each position to the token's embedding, before the first layer. In layer 0 one can still " +
         "tell what these vectors make of a score; from there on they are mixed into every query, key and value.",
@@ -275,7 +281,7 @@
           const now = { head, content: content?.[key] ?? null, position: position?.[key] ?? null, score: scores[key], weight: weights[key] };
           if (!grown && !moved) return now;
           if (found.kind === "none") return { ...now, weight: null };
-          const at = curve?.distances.indexOf(distance) ?? -1;
+          const at = found.kind === "gates" ? -1 : curve?.distances.indexOf(distance) ?? -1;
           if (at < 0 || now.content === null) return { ...now, position: null, score: null, weight: null };
           const added = curve.heads[i][at];
           return { ...now, position: added, score: now.content + added, weight: null };
@@ -321,7 +327,7 @@
           element("div", { class: "beside" },
             element("div", {},
               bias || found.pairs ? [element("h2", {}, `Head ${found.heads[head].head}: what position adds, by distance`), curve,
-                element("p", { class: "note" }, found.bias ? "The same curve for all tokens; the thin ones are other heads'."
+                element("p", { class: "note" }, found.kind === "gates" ? "For this query and its keys; the thin ones are other heads'." : found.bias ? "The same curve for all tokens; the thin ones are other heads'."
                   : "For this query and this key, at any distance; other tokens have other curves. The thin ones are other heads'.")] : null,
               element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
               element("p", { class: "note" }, grown || moved ? "The text as it is, before anything was appended or moved. " : "", found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),

@@ -22,7 +22,7 @@ from ropewalk.cache.types import Audit
 from ropewalk.model.attention.base import NoBackend
 from ropewalk.model.catalogue import Place
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
-from ropewalk.model.decoder import Forward
+from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.kernels.backends import all_backends, sampler_of
@@ -318,15 +318,14 @@ def _complete(
     sides = 2 if isinstance(shape, EncoderDecoderConfig) else 1
     kv_dtype = torch.int8 if config.cache.kv_dtype == "int8" else model.dtype
     blocks = hardware.num_blocks(
-        shape,
-        kv_dtype,
+        bytes_per_token(shape, kv_dtype, model.decoder.gates),
         budget=None if budget is None else budget // sharers,
         free_memory=free_memory,
         block_size=block_size,
         max_seqs=config.limits.max_seqs * sides,
         context=model.context,
     )
-    kv = _allocate(shape, kv_dtype, device, blocks, block_size)
+    kv = _allocate(model.decoder, kv_dtype, device, blocks, block_size)
     # A decoder's K and V depend on its own encoder's output, so equal prefixes differ in them.
     sharing = config.cache.prefix_sharing and sides == 1
     ledger = ledger_of(kv, kernels, audit)
@@ -445,12 +444,15 @@ def _meter(model: Prepared, block_size: int) -> PositionMeter:
 
 
 def _allocate(
-    shape: ModelConfig, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int
+    decoder: Decoder, dtype: torch.dtype, device: torch.device, blocks: int, block_size: int
 ) -> KVCache:
+    shape, gates = decoder.config, decoder.gates
     try:
-        return KVCache(shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device)
+        return KVCache(
+            shape, blocks=blocks, block_size=block_size, dtype=dtype, device=device, gates=gates
+        )
     except (OSError, RuntimeError) as error:  # out of memory: torch's error, on every device
-        size = blocks * block_size * bytes_per_token(shape, dtype)
+        size = blocks * block_size * bytes_per_token(shape, dtype, gates)
         raise CommandError(
             f"the {device.type} does not have enough memory for a cache of {size:,} bytes; lower "
             "--kv-memory"

@@ -129,7 +129,12 @@ class _Bench:
         blocks = 2 + sum(-(-length // block_size) for length in (*LENGTHS, *SOURCES))
         self._manager = CacheManager(blocks, block_size, prefix_sharing=False)
         self._kv = KVCache(
-            shape, blocks=blocks, block_size=block_size, dtype=kv.dtype, device=kv.device
+            shape,
+            blocks=blocks,
+            block_size=block_size,
+            dtype=kv.dtype,
+            device=kv.device,
+            gates=decoder.gates,
         )
         for tensor in self._kv.whole:
             if tensor.is_floating_point():  # of an 8-bit cache, only the scales

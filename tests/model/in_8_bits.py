@@ -27,12 +27,18 @@ class ByHand(LayerKV):
 
 class CacheByHand(KVCache):
     def layer(self, index):
-        return ByHand(self._keys[index], self._values[index])
+        kv = super().layer(index)
+        return ByHand(kv.keys, kv.values, gates=kv.gates)
 
 
 def cache_by_hand(decoder, blocks, block_size):
     return CacheByHand(
-        decoder.config, blocks=blocks, block_size=block_size, dtype=torch.float64, device=CPU
+        decoder.config,
+        blocks=blocks,
+        block_size=block_size,
+        dtype=torch.float64,
+        device=CPU,
+        gates=decoder.gates,
     )
 
 

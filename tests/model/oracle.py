@@ -89,7 +89,7 @@ class _Model:
             q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
             projected = torch.cat([q, k, v], dim=1)
         vectors = [projected[:, i * size : (i + 1) * size] for i in range(heads + 2 * groups)]
-        bias = rule.bias(layer, positions)
+        bias = rule.bias(layer, positions, x)
         gathered = []
         for head in range(heads):
             group = head * groups // heads
@@ -159,8 +159,8 @@ class NoPosition:
         """[queries, keys] of one head."""
         return self.turned(layer, q, positions) @ self.turned(layer, k, positions).T
 
-    def bias(self, layer, positions):
-        """[heads, queries, keys], or None."""
+    def bias(self, layer, positions, x):
+        """[heads, queries, keys], or None. x: what the layer's attention reads."""
         return None
 
 
@@ -245,7 +245,7 @@ class WideRotary(Rotary):
 class BucketBias(NoPosition):
     """A learned scalar by head and bucket of the distance (1910.10683, section 2.1)."""
 
-    def bias(self, layer, positions):
+    def bias(self, layer, positions, x):
         name = f"encoding.layers.{layer}.weight"
         if not self.options.get("per_layer", False):
             name = "encoding.weight"
@@ -267,7 +267,7 @@ class BucketBias(NoPosition):
 class Slopes(NoPosition):
     """Each head lowers a score by its own slope per token of distance (2108.12409, section 3)."""
 
-    def bias(self, layer, positions):
+    def bias(self, layer, positions, x):
         slopes = torch.tensor(
             [self.slope(head) for head in range(self.config.num_heads)], dtype=WIDE
         )
@@ -318,7 +318,7 @@ class DistanceOverPosition(NoPosition):
     Arxiv 2310.04418, equations 4 and 6.
     """
 
-    def bias(self, layer, positions):
+    def bias(self, layer, positions, x):
         inner, outer = (torch.tensor(self.options[of], dtype=WIDE) for of in ("inner", "outer"))
         count = len(positions)
         found = torch.zeros(self.config.num_heads, count, count, dtype=WIDE)
@@ -329,13 +329,46 @@ class DistanceOverPosition(NoPosition):
         return found.float().to(WIDE)
 
 
+class Gates(NoPosition):
+    """The logarithms of the gates of all tokens after the key are added, as 2503.02130 has it.
+
+    A gate is the sigmoid of a linear layer of the token's x, one for each head.
+    """
+
+    def opened(self, layer, x):
+        at = f"encoding.layers.{layer}."
+        return x @ self.weights[f"{at}weight"].T + self.weights[f"{at}bias"]
+
+    def bias(self, layer, positions, x):
+        logs = -torch.log(1 + torch.exp(-self.opened(layer, x))).to(self.tables).to(WIDE)
+        found = torch.zeros(self.config.num_heads, len(x), len(x), dtype=WIDE)
+        for i in range(len(x)):
+            for j in range(i):
+                found[:, i, j] = logs[j + 1 : i + 1].sum(dim=0)
+        return found
+
+
+class Everything(WideRotary, Gates):
+    """Angles, slopes, and gates that are numbers of x itself."""
+
+    def opened(self, layer, x):
+        return -x[:, : self.config.num_heads]
+
+    def bias(self, layer, positions, x):
+        slopes = 0.1 * 2.0 ** -torch.arange(self.config.num_heads)
+        distance = (positions[:, None] - positions).to(self.tables)
+        return Gates.bias(self, layer, positions, x) - (slopes[:, None, None] * distance).to(WIDE)
+
+
 RULES = {
     "nope": NoPosition,
     "alibi": Slopes,
+    "forgetting": Gates,
     "learned": Table,
     "sinusoidal": Waves,
     "rope": Rotary,
     "tests.model.tiny:WideRoPE": WideRotary,
     "t5": BucketBias,
+    "tests.model.tiny:Several": Everything,
     "tests.model.tiny:Fire": DistanceOverPosition,
 }

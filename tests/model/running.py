@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, LayerKV
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.decoder import Decoder
 
@@ -23,7 +23,16 @@ def new_cache(
         block_size=block_size,
         dtype=stored or decoder.dtype,
         device=decoder.device,
+        gates=decoder.gates,
     )
+
+
+def entries(kv: LayerKV) -> torch.Tensor:
+    """A copy: keys and values [2, ..., kv_heads, head_dim], with the gates that belong to a key."""
+    if kv.gates is None:
+        return torch.stack((kv.keys, kv.values))
+    gates = kv.gates.transpose(-1, -2).reshape(*kv.keys.shape[:-1], -1).to(kv.keys.dtype)
+    return torch.stack((torch.cat((kv.keys, gates), dim=-1), torch.cat((kv.values, gates), dim=-1)))
 
 
 def full_of_nan(kv: KVCache) -> KVCache:

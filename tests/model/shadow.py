@@ -24,6 +24,7 @@ class Shadow:
     positions: list[int] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)  # [layers, kv_heads, head_dim] each
     values: list[torch.Tensor] = field(default_factory=list)
+    gates: list[torch.Tensor] = field(default_factory=list)  # [layers, heads], if there are any
     plain: bool = True  # no token was ever taken out: one pass over the tokens gives the same
 
     @property
@@ -38,6 +39,7 @@ class Shadow:
             positions=self.positions[span],
             keys=self.keys[span],
             values=self.values[span],
+            gates=self.gates[span],
         )
 
     def extend(self, other: "Shadow") -> None:
@@ -45,6 +47,7 @@ class Shadow:
         self.positions += other.positions
         self.keys += other.keys
         self.values += other.values
+        self.gates += other.gates
 
 
 def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor:
@@ -54,6 +57,8 @@ def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor
     if held:
         kv._keys[:, 1 : 1 + held, 0] = torch.stack(shadow.keys, dim=1)
         kv._values[:, 1 : 1 + held, 0] = torch.stack(shadow.values, dim=1)
+        if shadow.gates:
+            kv._gates[:, 1 : 1 + held, :, 0] = torch.stack(shadow.gates, dim=1)
     positions = [shadow.next_position + n for n in range(count)]
     new = torch.arange(1 + held, 1 + held + count)
     batch = ForwardBatch(
@@ -74,6 +79,8 @@ def compute(decoder: Decoder, shadow: Shadow, tokens: list[int]) -> torch.Tensor
     shadow.positions += positions
     shadow.keys += list(kv._keys[:, new, 0].transpose(0, 1).clone())
     shadow.values += list(kv._values[:, new, 0].transpose(0, 1).clone())
+    if kv._gates is not None:
+        shadow.gates += list(kv._gates[:, new, :, 0].transpose(0, 1).clone())
     return logits
 
 
@@ -85,14 +92,15 @@ def moved(decoder: Decoder, shadow: Shadow, delta: int) -> Shadow:
     return replace(shadow, keys=list(keys), positions=[each + delta for each in shadow.positions])
 
 
-def stored(decoder: Decoder, shadow: Shadow, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [layers, tokens, kv_heads, head_dim] as the cache should hold them."""
+def stored(decoder: Decoder, shadow: Shadow, block_size: int) -> list[torch.Tensor]:
+    """Keys, values and perhaps gates [layers, tokens, ...] as the cache should hold them."""
     storage = decoder.encoding.key_storage
     keys, positions = torch.stack(shadow.keys), torch.tensor(shadow.positions)
     if storage is not KeyStorage.ABSOLUTE:
         carried = torch.arange(len(keys)) % (1 if storage is KeyStorage.RAW else block_size)
         keys = turned(decoder, keys, carried - positions)
-    return keys.transpose(0, 1), torch.stack(shadow.values, dim=1)
+    others = (shadow.values, shadow.gates) if shadow.gates else (shadow.values,)
+    return [keys.transpose(0, 1), *(torch.stack(each, dim=1) for each in others)]
 
 
 def turned(decoder: Decoder, keys: torch.Tensor, deltas: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,7 @@ def test_the_prompts_work_is_that_of_each_of_its_tokens() -> None:
 def test_a_flipped_bit_is_named(side) -> None:
     watch = Watch(Arm("rope", "", tiny("rope")), 24)
     watch.step(PROMPT)
-    stored = watch.kv.layer(1)[side]
+    stored = watch.kv.layer(1).parts[side][0]
     bits = stored.view(torch.uint8)[1, 1, 0]  # block 1, offset 1: position 17
     bits[3] ^= 1  # far below the tolerance
     step = watch.step([5])

@@ -184,7 +184,8 @@ class Walk(RuleBasedStateMachine):
         """One bit of any sealed block, held or not, is found by the next look at it."""
         blocks = sorted(self.ledger.sealed)
         block = blocks[which % len(blocks)]
-        part = self.kv.layer(layer)[bit % 2]
+        parts = [*self.kv.layer(layer)]
+        part = parts[bit % len(parts)]
         content = part[block].view(torch.uint8).view(-1)
         byte = bit // 2 % len(content)
         content[byte] ^= 1 << bit % 8
@@ -269,9 +270,10 @@ class Walk(RuleBasedStateMachine):
             assert positions[:length] == shadow.positions
             assert set(table.blocks[: length // BLOCK]) <= self.ledger.sealed
             where = torch.tensor(table.blocks)
-            for part, wanted in zip(
-                (self.kv._keys, self.kv._values), stored(self.decoder, shadow, BLOCK), strict=True
-            ):
+            parts = [self.kv._keys, self.kv._values]
+            if self.kv._gates is not None:
+                parts.append(self.kv._gates.transpose(2, 3))
+            for part, wanted in zip(parts, stored(self.decoder, shadow, BLOCK), strict=True):
                 found = part[:, where].flatten(1, 2)[:, :length]
                 assert float((found - wanted).abs().max()) <= self.exact
 
@@ -284,6 +286,7 @@ WALKS = {
     "rope-scaled": ("rope-scaled", {"layers": [1]}),
     "t5": ("t5", {}),
     "alibi": ("alibi", {}),
+    "forgetting": ("forgetting", {}),
     "learned": ("learned", {}),
     "sinusoidal": ("sinusoidal", {}),
 }

@@ -28,7 +28,7 @@ from ropewalk.cache.types import (
     Unsupported,
 )
 from ropewalk.model.program import Keep
-from tests.model.running import Running, make_batch, new_cache
+from tests.model.running import Running, entries, make_batch, new_cache
 from tests.model.tiny import ABSOLUTE, ENCODINGS, in_torch, program_of, tiny
 from tests.products import combined
 
@@ -132,11 +132,11 @@ class World:
     def read(self, slots):
         """A copy of the keys and values there, [2, layers, tokens, heads, head_dim]."""
         blocks, offsets = torch.tensor(slots).T
-        return torch.stack([part[:, blocks, offsets] for part in self.kv.whole])
+        return entries(self.kv.whole)[:, :, blocks, offsets]
 
     def memory(self):
         """A copy of every byte of the cache."""
-        return torch.stack(list(self.kv.whole)).view(torch.uint8)
+        return torch.cat([part.flatten().view(torch.uint8) for part in self.kv.whole])
 
     def positions(self, name):
         places = [base + n for base in self.manager.table(name).bases for n in range(BLOCK)]
@@ -157,7 +157,7 @@ class World:
             part.zero_()
         self.first_layer(make_batch([(each, 1) for each in alone], BLOCK), kv)
         rows = torch.arange(len(tokens))
-        return torch.stack([part[rows + 1, rows % BLOCK] for part in kv.layer(0)])
+        return entries(kv.layer(0))[:, rows + 1, rows % BLOCK]
 
 
 def error(found, wanted):

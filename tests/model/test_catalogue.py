@@ -108,6 +108,7 @@ def test_every_encoding_of_the_folder_is_listed_once_and_tells_all() -> None:
         ("t5", {"score_bias", "for_layer"}, "table"),
         ("learned", {"embed"}, None),
         ("sinusoidal", {"embed"}, None),
+        ("forgetting", {"gates", "for_layer"}, None),
         ("nope", set(), None),
     ],
 )
@@ -115,8 +116,9 @@ def test_hooks_are_those_that_a_class_overrides(name, used, bias) -> None:
     entry = facts(name, PLACE)
     assert set(entry.hooks) == used
     assert entry.bias == bias
-    # An encoding that gives its vectors has `embed` add them.
-    own = {"embed" if each == "vectors" else each for each in vars(find(name))}
+    # An encoding that gives its vectors has `embed` add them, and gates likewise.
+    through = {"vectors": "embed", "forget_gates": "gates"}
+    own = {through.get(each, each) for each in vars(find(name))}
     for hook in HOOKS:
         assert (hook in own) == (hook in used)
 

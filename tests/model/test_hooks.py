@@ -1,5 +1,6 @@
 """What a class of one's own does wrong is one sentence, before a kernel reads its memory."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,6 +43,25 @@ def test_what_is_right_passes(name, context):
 
 def with_hooks(**hooks):
     return type("Own", (PositionalEncoding,), hooks)()
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (
+            lambda x: x[:, :5],
+            r"gates returns float32 \[6, 5\] for float32 \[6, 24\], and must return",
+        ),
+        (lambda x: x[0, :6], r"gates returns float32 \[6\] for "),
+        (lambda x: x[:, :6] > 0, r"gates returns bool \[6, 6\] for .* a float for each of 6 heads"),
+        (lambda x: None, "gates returns NoneType, not Tensor"),
+        (lambda x: x[:, :6] / 0, "gates returns numbers that are not finite"),
+        (lambda x: x[:, :6] - x.mean(), "gates returns something else for a token when other"),
+        (lambda x: x[:, :6] @ torch.ones(6, 6), "gates fails "),
+    ],
+)
+def test_gates(act, why):
+    assert re.search(why, said(with_hooks(gates=lambda self, x: act(x))))
 
 
 def rotates(act):

@@ -62,12 +62,13 @@ def in_options(**options):
 
 
 class Backend:
-    """The reference, told another spec, batch, bias or rotation."""
+    """The reference, told another spec, cache, batch, bias or rotation."""
 
     name = "changed"
 
-    def __init__(self, *, spec=None, batch=None, bias=None, rotation=None):
+    def __init__(self, *, spec=None, kv=None, batch=None, bias=None, rotation=None):
         self.spec = spec or (lambda spec: spec)
+        self.kv = kv or (lambda kv: kv)
         self.batch = batch or (lambda batch: batch)
         self.bias = bias or (lambda bias, batch: bias)
         self.rotation = rotation or (lambda rotation: rotation)
@@ -75,7 +76,7 @@ class Backend:
     def __call__(self, spec):
         attend = ReferenceAttention(self.spec(spec))
         return lambda q, kv, batch, bias, rotation: attend(
-            q, kv, self.batch(batch), self.bias(bias, batch), self.rotation(rotation)
+            q, self.kv(kv), self.batch(batch), self.bias(bias, batch), self.rotation(rotation)
         )
 
 
@@ -247,6 +248,29 @@ def keys_as_near(far):
     return replace(far, keys=torch.arange(len(far.keys)))
 
 
+def of_gates(change):
+    return lambda kv: replace(kv, gates=change(kv.gates))
+
+
+def ungated(spec):
+    return replace(spec, gated=False)
+
+
+def of_other_heads(gates):
+    return gates.flip(1)
+
+
+def of_next_tokens(gates):
+    """Each token's key is forgotten with its own gate as well, and not with the last one's."""
+    in_order = gates.transpose(0, 1).flatten(1).roll(1, dims=1)
+    return in_order.view(gates.shape[1], len(gates), -1).transpose(0, 1)
+
+
+def within_blocks(gates):
+    """As if every block began anew."""
+    return torch.cat((torch.zeros_like(gates[..., :1]), gates[..., 1:]), dim=-1)
+
+
 def offsets_from_positions(batch):
     """Right while every base is a multiple of the block size."""
     return replace(batch, offsets=batch.positions % BLOCK)
@@ -323,6 +347,10 @@ MISTAKES = {
     "far-one-later": Mistake(in_attention(rotation=of_far(one_later)), ["rope-far"]),
     "far-keys-not-grouped": Mistake(in_attention(rotation=of_far(keys_as_near)), FAR),
     "groups-of-another-size": Mistake(in_options(group=4), FAR),
+    "gates-ignored": Mistake(in_attention(spec=ungated), ["forgetting"]),
+    "gates-of-other-heads": Mistake(in_attention(kv=of_gates(of_other_heads)), ["forgetting"]),
+    "gates-one-off": Mistake(in_attention(kv=of_gates(of_next_tokens)), ["forgetting"]),
+    "gates-by-block": Mistake(in_attention(kv=of_gates(within_blocks)), ["forgetting"], CACHED),
     "offsets-from-positions": Mistake(
         in_batch(offsets_from_positions),
         IN_BLOCKS,

@@ -12,7 +12,7 @@ from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import Cross
 from ropewalk.model.decoder import Decoder
-from ropewalk.model.encodings.base import create, freeze_all
+from ropewalk.model.encodings.base import create, freeze_all, stored_gates
 from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
 from ropewalk.model.kernels.graphs.replay import (
     CROWDED,
@@ -52,7 +52,7 @@ class Replaying:
     def __init__(self, decoder, sizes=((1, 20), (2, 20), (2, CONTEXT), (4, CONTEXT))):
         self.decoder = decoder
         self.config, self.encoding = decoder.config, decoder.encoding
-        self.dtype, self.device = decoder.dtype, decoder.device
+        self.dtype, self.device, self.gates = decoder.dtype, decoder.device, decoder.gates
         self.sizes = sizes
         self.replays, self.others = [], []  # requests of the buckets, and batches
         self.kv = self.over = None
@@ -321,7 +321,8 @@ def on(device, encoding, backend, stored=torch.float32):
     """A decoder with uninitialised weights and a cache for it, of what is `stored`."""
     config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
     made = create(config.encoding, config, CONTEXT, device)
-    kv = KVCache(config, blocks=40, block_size=BLOCK, dtype=stored, device=device)
+    gates = stored_gates(made, config)
+    kv = KVCache(config, blocks=40, block_size=BLOCK, dtype=stored, device=device, gates=gates)
     weights = allocate(config, made, dtype=torch.float32, device=device)
     told = program(config, weights, made)
     if backend is TritonAttention:
@@ -359,7 +360,7 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
     ),
 )
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
-    names = ("attend", "merge", "store", "add_norm", "gate", "linear")
+    names = ("attend", "merge", "store", "add_norm", "gate", "linear", "forget")
     none = SimpleNamespace(**dict.fromkeys(names, NoKernel()))
     for using in (attention, launches):
         monkeypatch.setattr(using, "import_module", lambda name: none)

@@ -107,6 +107,9 @@ ENCODINGS = {name: EncodingSpec(name, find(name).usual_options(CONFIG)) for name
 WEIGHTS = {  # of the encodings that have some
     "t5": ["encoding.weight"],
     "t5-per-layer": [f"encoding.layers.{layer}.weight" for layer in range(3)],
+    "forgetting": [
+        f"encoding.layers.{layer}.{name}" for layer in range(3) for name in ("bias", "weight")
+    ],
     "learned": ["encoding.table"],
     "learned-offset": ["encoding.table"],
     "outside": ["encoding.gain", "encoding.height"],

@@ -12,7 +12,14 @@ from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.config import EncodingSpec
-from ropewalk.model.encodings.base import LinearBias, PositionVectors, embeds, rotates
+from ropewalk.model.encodings.base import (
+    LinearBias,
+    PositionVectors,
+    embeds,
+    forgets,
+    rotates,
+    stored_gates,
+)
 from ropewalk.model.encodings.common.rotary import rotate_pairs
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.scores import Looked, explain, layers_of, program_of
@@ -38,7 +45,8 @@ def attended(program, layer, tokens, kv_dtype, backend=SdpaAttention):
     at = [i for i, op in enumerate(ops) if isinstance(op, Attend) and not op.crosses][layer]
     table = in_order(-(-len(tokens) // SIZE), SIZE)
     batch = of_one(tokens, 0, table, SIZE, wanted=1, device=CPU)
-    kv = KVCache(program.config, blocks=8, block_size=SIZE, dtype=kv_dtype, device=CPU)
+    gates = stored_gates(program.encoding, program.config)
+    kv = KVCache(program.config, blocks=8, block_size=SIZE, dtype=kv_dtype, device=CPU, gates=gates)
     op, now = ops[at], Pass(batch, kv)
     found = TorchExecutor(program, backend).run(ops, range(at + 1), now, {})["y"]
     index = torch.arange(len(tokens))
@@ -89,13 +97,20 @@ def test_scores_of_every_encoding(name):
             seen = looked.explanation(query, key)
             assert_explained(seen, query, key, found, values, 1e-5)
             turns = rotates(encoding) or encoding.rotation() is not None
-            biased = encoding.score_bias() is not None
-            assert (seen.kind == "rotation", seen.kind == "bias") == (turns, biased)
-            assert (seen.kind == "embedding") == embeds(program.encoding)
+            gated, bias = forgets(encoding), encoding.score_bias() is not None
+            biased = bias or gated
+            acts = {
+                "rotation": turns,
+                "bias": bias,
+                "gates": gated,
+                "embedding": embeds(program.encoding),
+            }
+            kinds = [kind for kind, does in acts.items() if does]
+            assert seen.kind == ("several" if len(kinds) > 1 else [*kinds, "none"][0])
             assert (seen.content is None) == (layer > 0 and embeds(program.encoding))
             far = "near" in program.config.encoding.options and encoding is program.encoding
             assert bool(seen.pairs) == (turns and not far) and (seen.curve is not None) == biased
-            if biased:
+            if biased and not turns:
                 by = dict(zip(seen.distances.tolist(), seen.curve.t(), strict=True))
                 assert torch.equal(by[query - key], seen.position[:, key])
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ropewalk.model.attention.base import AttentionBackend
 from ropewalk.model.attention.reference import ReferenceAttention
@@ -109,6 +110,26 @@ class WideRoPE(RoPE):
         return angles.cos(), angles.sin()
 
 
+class Several(WideRoPE):
+    """Angles, a bias, and gates that no kernel looks into."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = super().create(options, config, context, device)
+        made.slopes = 0.1 * 2.0 ** -torch.arange(config.num_heads, device=device)
+        return made
+
+    def fixed_tensors(self):
+        return super().fixed_tensors() | {"slopes": self.slopes}
+
+    def score_bias(self):
+        return LinearBias(self.slopes)
+
+    def gates(self, x):
+        """log(1 - sigmoid(y)) of numbers of x itself."""
+        return -F.softplus(x[:, : CONFIG.num_heads].to(torch.promote_types(x.dtype, torch.float32)))
+
+
 WIDE_ROPE = f"{__name__}:WideRoPE"
 # Of each head, five units inside its function.
 FIRE = {
@@ -155,6 +176,8 @@ ENCODINGS = {
     "sinusoidal-split": EncodingSpec(
         "sinusoidal", {"layout": "split", "slowest": "last", "offset": 2}
     ),
+    "forgetting": EncodingSpec("forgetting", {}),
+    "several": EncodingSpec(f"{__name__}:Several", ROPE | {"storage": "raw"}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
     "fire": EncodingSpec(f"{__name__}:Fire", FIRE),
 }
@@ -240,6 +263,9 @@ class Unchanged(PositionalEncoding):
     def score_bias(self):
         return self.inner.score_bias()
 
+    def forget_gates(self):
+        return self.inner.forget_gates()
+
 
 def wrapped(decoder: Decoder, wrapper: type[Unchanged]) -> Decoder:
     """The same decoder with each layer's encoding in one of that class."""
@@ -258,6 +284,8 @@ def wrapped(decoder: Decoder, wrapper: type[Unchanged]) -> Decoder:
 
 def _of_use(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     """Standard normal values → a parameter in which each one matters and no softmax is sharp."""
+    if config.encoding.name == "forgetting" and name.startswith("encoding."):
+        return 3 + values if name.endswith("bias") else 0.1 * values  # gates that forget slowly
     if name.startswith("encoding."):
         return (values * 256).round() / 256  # float32 holds their sums and differences too
     if name.endswith("norm.weight"):

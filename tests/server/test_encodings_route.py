@@ -144,9 +144,11 @@ def test_command_prints_what_can_be_done_to_a_cache(place, outside, capsys, monk
     assert list(capabilities) == [*chain.from_iterable(rows_of)]
     assert capabilities["rope, absolute"] == ["free"] * 4 + ["approximate"] * 2
     assert capabilities["learned"] == ["free"] * 4 + ["impossible"] * 2
-    costs = rows[1::2]
-    assert re.fullmatch(r" +(0 \([\d.]+ (µs|ms)\) *){4}- +-", costs[1])
-    assert re.fullmatch(r" +(0 \([\d.]+ (µs|ms)\) *){4}([\d.]+ (µs|ms|s) *){2}", costs[3])
+    costs = dict(zip(capabilities, rows[1::2], strict=True))
+    assert re.fullmatch(r" +(0 \([\d.]+ (µs|ms)\) *){4}- +-", costs["learned"])
+    assert re.fullmatch(
+        r" +(0 \([\d.]+ (µs|ms)\) *){4}([\d.]+ (µs|ms|s) *){2}", costs["rope, absolute"]
+    )
     assert "learned: impossible, because the position is part of every stored key" in reasons
     assert "(cpu, bfloat16)" in note and "1,000 tokens" in note
     assert max(map(len, said.splitlines())) <= 100

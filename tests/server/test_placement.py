@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ropewalk.cache.kv import KVCache
+from ropewalk.cache.kv import KVCache, bytes_per_token
 from ropewalk.server import hardware
 from ropewalk.server.errors import CommandError
 from tests.cache.shape import Shape
@@ -22,7 +22,7 @@ TOKEN_BYTES = 2 * 3 * 2 * 8 * 4  # keys and values, layers, key heads, head_dim,
 
 def blocks(**changes):
     chosen = {"budget": None, "free_memory": GIB, "block_size": 16, "max_seqs": 4, "context": 256}
-    return hardware.num_blocks(CONFIG, torch.float32, **chosen | changes)
+    return hardware.num_blocks(bytes_per_token(CONFIG, torch.float32), **chosen | changes)
 
 
 @pytest.mark.parametrize(

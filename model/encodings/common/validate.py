@@ -20,6 +20,7 @@ from ropewalk.model.encodings.base import (
     PairBias,
     PositionalEncoding,
     ScoreBias,
+    forgets,
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.common.rotary import Far, Rotation
@@ -76,6 +77,9 @@ class _Hooks:
         self._check_rows("rotate", lambda rows: torch.cat(self._rotated(rows), dim=1))
         self._rotated(slice(None), dtype=HALF)
         self._check_bias()
+        if forgets(self._encoding):
+            self._check_rows("gates", self._gates)
+            self._gates(slice(None), dtype=HALF)
         self._check_rotation()
         self._check_fixed()
         for op in Op:
@@ -215,6 +219,16 @@ class _Hooks:
         found = self._ask("embed", Tensor, x.clone(), self._positions[rows] + later)
         if _sizes([found]) != _sizes([x]):
             raise self._error(f"embed returns {_sizes([found])} for {_sizes([x])}")
+        return found
+
+    def _gates(self, rows: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        x = self._x[rows].to(dtype)
+        found = self._ask("gates", Tensor, x.clone())
+        if found.shape != (len(x), self._config.num_heads) or not found.is_floating_point():
+            raise self._error(
+                f"gates returns {_sizes([found])} for {_sizes([x])}, and must return a float for "
+                f"each of {self._config.num_heads} heads"
+            )
         return found
 
     def _values(self, bias: ScoreBias) -> Tensor:

@@ -41,6 +41,7 @@ class Reader:
             block_size=BLOCK_SIZE,
             dtype=decoder.dtype,
             device=decoder.device,
+            gates=decoder.gates,
         )
         self._table = in_order(blocks, BLOCK_SIZE)
 

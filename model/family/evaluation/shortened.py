@@ -100,6 +100,7 @@ class _Stored:
             dtype=decoder.dtype,
             device=decoder.device,
             spare=capacity // BLOCK_SIZE + 1,  # one is filled while all are held
+            gates=decoder.gates,
         )
         self.operations = self._cache.operations(decoder.encoding)
         self.tokens: dict[str, list[int]] = {}

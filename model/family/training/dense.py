@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.base import PositionalEncoding, stored_gates
 from ropewalk.model.encodings.common.rotary import Rotation, Side
 from ropewalk.model.layers.executor import TorchExecutor
 
@@ -31,22 +31,27 @@ class DenseKV(KVCache):
         length: int,
         dtype: torch.dtype,
         device: torch.device,
+        gates: int = 0,
     ) -> None:
-        """dtype: that of projected keys; bfloat16 under such an autocast."""
+        """dtype: that of projected keys; bfloat16 under such an autocast. gates: as in KVCache."""
         super().__init__(
             replace(config, num_layers=0),
             blocks=windows,
             block_size=length,
             dtype=dtype,
             device=device,
+            gates=gates,
         )
 
     def layer(self, index: int) -> LayerKV:
-        shape = self._keys.shape[1:]
-        return LayerKV(
-            torch.empty(shape, dtype=self.dtype, device=self.device),
-            torch.empty(shape, dtype=self.dtype, device=self.device),
+        keys, values = (
+            torch.empty(each.shape[1:], dtype=self.dtype, device=self.device)
+            for each in (self._keys, self._values)
         )
+        gates = self._gates
+        if gates is not None:
+            gates = torch.empty(gates.shape[1:], dtype=gates.dtype, device=self.device)
+        return LayerKV(keys, values, gates=gates)
 
 
 class DenseAttention:
@@ -88,6 +93,7 @@ class DenseAttention:
             sides = rotation.sides(q, keys, at, at, batch.offsets)
         multiplied = [(by_head(each), by_head(its)) for each, its in filter(None, sides)]
         values = by_head(kv.values)
+        sums = forgotten(kv, batch) if self.spec.gated else None
         pieces = []
         for first in range(0, length, QUERIES):
             last = min(first + QUERIES, length)
@@ -104,6 +110,8 @@ class DenseAttention:
                 scores = scores + dense[:, :, first:last, :end].transpose(0, 1)
             elif bias is not None:
                 scores = scores + bias.between(rows, columns)
+            if sums is not None:
+                scores = scores + (sums[:, :, None, :end] - sums[:, :, first:last, None])
             weights = scores.masked_fill(self._hidden(rows, columns), -torch.inf).softmax(dim=-1)
             pieces.append(weights.to(values.dtype) @ values[:, :, :end])
         return torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1)
@@ -139,7 +147,14 @@ def dense_logits(decoder: TorchExecutor, tokens: Tensor, dtype: torch.dtype) -> 
     """[windows, length] → [windows · length, vocab], with gradients. dtype: as in DenseKV."""
     windows, length = tokens.shape
     config = decoder.program.config
-    kv = DenseKV(config, windows=windows, length=length, dtype=dtype, device=tokens.device)
+    kv = DenseKV(
+        config,
+        windows=windows,
+        length=length,
+        dtype=dtype,
+        device=tokens.device,
+        gates=stored_gates(decoder.program.encoding, config),
+    )
     return decoder.compute(dense_batch(tokens), kv)
 
 

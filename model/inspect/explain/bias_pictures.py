@@ -66,7 +66,12 @@ def measured(subject: Subject) -> Biases | None:
 def biases(subject: Subject) -> Picture | Omitted:
     found = measured(subject)
     if found is None:
-        return Omitted("bias", BIASES, f"{subject.title} adds nothing to the scores.")
+        adds = "adds nothing to the scores"
+        if subject.forgets:
+            adds = (
+                "adds to a score what the gates of the tokens between say: it depends on the text"
+            )
+        return Omitted("bias", BIASES, f"{subject.title} {adds}.")
     heads = _shown(len(found.values), subject.weights)
     return Picture(
         "bias",

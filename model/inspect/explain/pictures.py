@@ -60,13 +60,11 @@ def _scores(subject: Subject) -> list[Picture | Omitted]:
         )
         if one is not None
     ]
-    return found or [
-        Omitted(
-            "score",
-            rotation_pictures.SCORES,
-            f"With {subject.title}, scores depend on content alone, not on distance.",
-        )
-    ]
+    on = "content alone, not on distance"
+    if subject.forgets:
+        on = "content: that of key and query, and that of the tokens between"
+    about = f"With {subject.title}, scores depend on {on}."
+    return found or [Omitted("score", rotation_pictures.SCORES, about)]
 
 
 def codes(subject: Subject) -> Picture | Omitted:
@@ -82,7 +80,7 @@ def codes(subject: Subject) -> Picture | Omitted:
     if found is not None:
         at = query_positions(max(subject.context, REACH) - 1)
         return _codes("angles", angle_codes(found, at), at, _ABOUT_ANGLES)
-    if subject.weights == "drawn":
+    if subject.weights == "drawn" and (bias is not None or subject.embeds):
         return Omitted(
             "codes",
             CODES,

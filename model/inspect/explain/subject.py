@@ -17,6 +17,7 @@ from ropewalk.model.encodings.base import (
     create,
     embeds,
     find,
+    forgets,
     rotates,
 )
 from ropewalk.model.encodings.common.validate import check_hooks
@@ -46,6 +47,10 @@ class Subject:
     def rotates(self) -> bool:
         """Whether this layer's queries and keys are changed, before keys are stored or after."""
         return rotates(self.encoding) or self.encoding.rotation() is not None
+
+    @property
+    def forgets(self) -> bool:
+        return forgets(self.encoding)
 
     @property
     def embeds(self) -> bool:

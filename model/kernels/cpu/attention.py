@@ -89,6 +89,9 @@ class CpuAttention:
         if isinstance(kv, Int8LayerKV):
             arguments.key_scales = kv.key_scales.data_ptr()
             arguments.value_scales = kv.value_scales.data_ptr()
+        if spec.gated:
+            assert kv.gates is not None, "the cache was made without room for gates"
+            arguments.gates = kv.gates.data_ptr()
         tensors: tuple[Tensor, ...] = ()
         if isinstance(bias, LinearBias):
             slopes = _per_head(bias.slopes, spec.num_heads)

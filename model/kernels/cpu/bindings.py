@@ -27,7 +27,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("out", "positions")),
         *((name, c_void_p) for name in ("query_starts", "context_lens", "tables", "bases")),
         ("prompts", c_void_p),
-        *((name, c_void_p) for name in ("slopes", "bias_table", "dense_bias")),
+        *((name, c_void_p) for name in ("slopes", "bias_table", "dense_bias", "gates")),
         *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),
         *((name, c_int64) for name in ("table_width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "window", "causal")),
@@ -84,7 +84,8 @@ class StepArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("slots", "kept")),
         *((name, c_int64) for name in ("rows", "kept_rows", "each_row", "run")),
         ("attends", POINTER(AttendArguments)),
-        *((name, c_int64) for name in ("layer_bytes", "layer_scales")),
+        ("gates", c_void_p),
+        *((name, c_int64) for name in ("layer_bytes", "layer_scales", "layer_gates")),
         ("seconds", c_void_p),
     )
 

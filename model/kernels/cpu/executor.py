@@ -29,8 +29,8 @@ from ropewalk.model.kernels.cpu.lowering import (
     lower,
     without_head,
 )
-from ropewalk.model.layers.executor import Pass, attended, embedded, in_heads, rotated
-from ropewalk.model.program import Attend, Place, Program, Rotate, part_of
+from ropewalk.model.layers.executor import Pass, attended, embedded, gates_of, in_heads, rotated
+from ropewalk.model.program import Attend, Forget, Place, Program, Rotate, part_of
 from ropewalk.model.watch import Watch
 from ropewalk.model.weights.quantize import Int4, Int8
 
@@ -151,6 +151,9 @@ class _Told:
                 assert stage.attend is not None
                 q, *values = values
                 results = [attended(op, stage.attend, now, q)]
+            case Forget(encoding=encoding, layer=layer):
+                (x,), values = values, []
+                now.layer(layer).write_gates(gates_of(encoding, x), now.batch.slots)
             case Place(encoding=encoding):
                 results = [embedded(encoding, values[0], now.batch.positions)]
             case Rotate(encoding=encoding, head_dim=head_dim):
@@ -194,6 +197,7 @@ def _tell(lowered: Lowered, batch: ForwardBatch, kv: KVCache, dtype: torch.dtype
     scratch = torch.empty(rows * (lowered.each_row + lowered.run), dtype=dtype)
     kept = batch.output_rows if lowered.keeps else None
     whole = kv.whole
+    gates = whole.gates
     step = StepArguments(
         scratch=scratch.data_ptr(),
         tokens=batch.tokens.data_ptr(),
@@ -208,5 +212,7 @@ def _tell(lowered: Lowered, batch: ForwardBatch, kv: KVCache, dtype: torch.dtype
         attends=attends,
         layer_bytes=whole.keys.stride(0) * whole.keys.element_size(),
         layer_scales=whole.key_scales.stride(0) if isinstance(whole, Int8LayerKV) else 0,
+        gates=None if gates is None else gates.data_ptr(),
+        layer_gates=0 if gates is None else gates.stride(0),
     )
     return _Told(_tensors(batch), ref(kv), step, attends, scratch, held)

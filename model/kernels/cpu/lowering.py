@@ -39,6 +39,7 @@ from ropewalk.model.program import (
     Attend,
     Clip,
     Embed,
+    Forget,
     Gate,
     Keep,
     Linear,
@@ -73,12 +74,13 @@ class Kind(IntEnum):
     ADD = 11
     KEEP = 12
     COPY = 13
+    FORGET = 14
 
 
 KNOWN = {  # what `_lower` has a case for
     each.__name__
     for each in (
-        *(Embed, Place, Norm, Linear, Clip, Rotate, Store),
+        *(Embed, Place, Norm, Linear, Clip, Forget, Rotate, Store),
         *(Attend, Gate, Activate, Scale, Add, Keep),
     )
 }
@@ -98,6 +100,8 @@ def in_python(op: Op) -> bool:
     match op:
         case Place(encoding=encoding):
             return embeds_in_python(encoding)
+        case Forget(encoding=encoding):
+            return gates_in_python(encoding)
         case Rotate(encoding=encoding, head_dim=head_dim):
             return rotates_in_python(encoding, head_dim)
     return False
@@ -112,6 +116,10 @@ def is_dense(op: Op) -> bool:
 
 def embeds_in_python(encoding: PositionalEncoding) -> bool:
     return not inherits(encoding.embed, encoding, PositionalEncoding.embed)
+
+
+def gates_in_python(encoding: PositionalEncoding) -> bool:
+    return not inherits(encoding.gates, encoding, PositionalEncoding.gates)
 
 
 def rotates_in_python(encoding: PositionalEncoding, head_dim: int) -> bool:
@@ -369,7 +377,8 @@ class Lowering:
     def _lower(self, op: Op) -> None:
         if in_python(op):
             self._end_stage()
-            self.stages.append(Stage(range(0), op=op, parts=self.in_place(op)))
+            parts = self.in_place(op) if op.writes else [self.read(op.reads)]
+            self.stages.append(Stage(range(0), op=op, parts=parts))
             return
         if isinstance(op, Attend) and self.backend is not None:
             self._end_stage()
@@ -399,6 +408,19 @@ class Lowering:
             case Clip():
                 for x in self.in_place(op):
                     self.emit(Kind.CLIP, part, x=x, number=op.most)
+            case Forget():
+                gates = op.encoding.forget_gates()
+                assert gates is not None, "only layers with gates have this op"
+                weight, bias = (each.detach().float() for each in (gates.weight, gates.bias))
+                self.emit(
+                    Kind.FORGET,
+                    part,
+                    x=self.read(op.reads),
+                    table=self.borrow("gates", weight),
+                    vectors=self.borrow("gates", bias),
+                    rows=len(bias),
+                    layer=op.layer,
+                )
             case Rotate():
                 self._rotate(op)
             case Store():
@@ -516,8 +538,9 @@ class Lowering:
         """Layers with equal attention are of one kind: most models have one or two."""
         made = CpuAttention(spec_of(op, self.program), self.kernels)
         for index, (attend, first) in enumerate(self.kinds):
-            alike = first.encoding is op.encoding and first.crosses == op.crosses
-            if attend.spec == made.spec and alike:
+            plain = made.spec.bias is None and made.spec.storage is None
+            alike = plain or first.encoding is op.encoding
+            if attend.spec == made.spec and alike and first.crosses == op.crosses:
                 return index
         self.kinds.append((made, op))
         return len(self.kinds) - 1

@@ -24,6 +24,7 @@ SPLIT = 256  # keys, into which those of requests of one row are cut
 # no more, as most of a long request's would have nothing to do in the short ones beside it.
 PROGRAMS = 8192
 SPLITS_AT_ONCE = 16  # splits that `merge` combines at a time
+GATES_AT_ONCE, SUMMED_AT_ONCE = 8, 256  # heads of gates, and keys, that `forget` adds up at a time
 LEAST = 16  # minimum rows and columns of a matrix product of tiles
 # The largest tiles that ptxas compiles for compute capability 8.0 and 9.0 without spilling in
 # bfloat16, by head_dim. Which sizes are fastest has not been measured.
@@ -70,6 +71,7 @@ class TritonAttention:
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         constant = self._constant(kv, q, rotation) | _of_bias(bias, q) | _of_rotation(rotation, q)
+        constant |= self._of_gates(kv, q, batch)
         if len(batch.context_lens) > 1 or batch.max_query == 1:
             self._single_rows(q, kv, out, batch, constant)
         if batch.max_query > 1:
@@ -89,7 +91,7 @@ class TritonAttention:
         across = -(-spec.num_heads // (spec.num_kv_heads * LEAST)) * spec.num_kv_heads
         sharing = max(1, min(splits, PROGRAMS // (across * requests)))
         self.kernels.attend[across, requests, sharing](
-            *(q, *_of_cache(kv), parts, maxima, sums, *_where(batch), requests, splits),
+            *(q, *of_cache(kv), parts, maxima, sums, *_where(batch), requests, splits),
             **given,
             SPLIT=SPLIT,
             QUERIES=LEAST,
@@ -116,12 +118,31 @@ class TritonAttention:
         requests = len(batch.context_lens)
         tiles = len(q) * (spec.num_heads // spec.num_kv_heads) // rows + requests
         self.kernels.attend[(tiles * spec.num_kv_heads,)](
-            *(q, *_of_cache(kv), out, out, out, *_where(batch), requests, 0),
+            *(q, *of_cache(kv), out, out, out, *_where(batch), requests, 0),
             **given,
             SPLIT=0,
             QUERIES=rows,
             num_warps=8 if spec.head_dim > 64 else 4,
         )
+
+    def _of_gates(self, kv: PagedKV, q: Tensor, batch: ForwardBatch) -> dict[str, Any]:
+        """Kernel arguments for the sums of stored gates, as `forgotten` has them."""
+        if not self.spec.gated:
+            return {"forgotten": q, "longest": 0, "GATED": False}
+        assert kv.gates is not None, "the cache was made without room for gates"
+        requests, heads = len(batch.context_lens), self.spec.num_heads
+        size = (requests, heads, batch.max_context)
+        sums = torch.empty(size, dtype=torch.float32, device=q.device)
+        self.kernels.forget[requests, -(-heads // GATES_AT_ONCE)](
+            *(kv.gates, sums, batch.context_lens, batch.block_tables),
+            *(batch.block_tables.stride(0), batch.max_context),
+            HEADS=heads,
+            BLOCK_SIZE=kv.keys.shape[1],
+            KEYS=SUMMED_AT_ONCE,
+            TILE=GATES_AT_ONCE,
+            **FUSED,
+        )
+        return {"forgotten": sums, "longest": batch.max_context, "GATED": True}
 
     def _constant(self, kv: PagedKV, q: Tensor, rotation: Rotation | None) -> dict[str, Any]:
         """Kernel arguments that follow from the spec, the cache, queries and what is rotated."""
@@ -182,9 +203,11 @@ def _lacking() -> str | None:
     return None
 
 
-def _of_cache(kv: PagedKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def of_cache(kv: PagedKV) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keys, values and their scales; without scales, placeholders that the kernel does not read."""
-    return kv if isinstance(kv, Int8LayerKV) else (*kv, *kv)
+    if isinstance(kv, Int8LayerKV):
+        return kv.keys, kv.values, kv.key_scales, kv.value_scales
+    return kv.keys, kv.values, kv.keys, kv.values
 
 
 def _where(batch: ForwardBatch) -> tuple[Any, ...]:

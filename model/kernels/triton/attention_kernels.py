@@ -18,7 +18,9 @@ STEP = ["positions", "query_starts", "context_lens", "block_tables", "block_base
 
 
 @triton.jit(
-    do_not_specialize=["table_width", "requests", "splits", "bias_head", "bias_row", "bias_span"],
+    do_not_specialize=[
+        *("table_width", "requests", "splits", "bias_head", "bias_row", "bias_span", "longest")
+    ],
     do_not_specialize_on_alignment=STEP,
 )
 def attend(
@@ -53,6 +55,8 @@ def attend(
     far,  # if FAR: keys of this distance or more are rotated by other positions, as queries are
     far_queries,  # [positions] int64: those of queries; likewise of keys
     far_keys,
+    forgotten,  # [R, HEADS, longest] float32 if GATED: added to the score of each key
+    longest,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -65,6 +69,7 @@ def attend(
     PAIRS: tl.constexpr,  # of coordinates that are rotated here
     INTERLEAVED: tl.constexpr,
     FAR: tl.constexpr,
+    GATED: tl.constexpr,
     SPLIT: tl.constexpr,  # keys per split, for requests of one row; 0: for all others, unsplit
     QUERIES: tl.constexpr,  # rows of a tile
     KEYS: tl.constexpr,  # columns of a tile
@@ -210,6 +215,9 @@ def attend(
                 bias_zero,
                 BIAS,
             )
+            if GATED:
+                of_head = forgotten + (request.to(tl.int64) * HEADS + head)[:, None] * longest
+                scores += tl.load(of_head + key[None, :], mask=seen, other=0.0)
             scores = tl.where(seen, scores, float("-inf"))
 
             higher = tl.maximum(maximum, tl.max(scores, axis=1))
@@ -293,6 +301,47 @@ def merge(
     found /= tl.where(total == 0.0, 1.0, total)
     place = out + (row * HEADS + head) * HEAD_DIM + dim
     tl.store(place, found.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["table_width", "longest"],
+    do_not_specialize_on_alignment=["context_lens", "block_tables"],
+)
+def forget(
+    gates,  # [blocks, HEADS, BLOCK_SIZE] float32, contiguous
+    forgotten,  # [R, HEADS, longest] float32
+    context_lens,
+    block_tables,
+    table_width,
+    longest,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr,  # per iteration
+    TILE: tl.constexpr,  # heads per program
+):
+    """For each key, the sum of the gates of its request's later tokens, from the last one on.
+
+    Programs: (requests, tiles of heads).
+    """
+    request = tl.program_id(0)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    context = tl.load(context_lens + request).to(tl.int32)
+    to = forgotten + (request.to(tl.int64) * HEADS + head)[None, :] * longest
+    tiles = tl.cdiv(context, KEYS)
+    later = tl.zeros([TILE], tl.float32)
+    for number in range(tiles):
+        key = (tiles - 1 - number) * KEYS + tl.arange(0, KEYS)
+        used = key < context
+        there = used[:, None] & (head < HEADS)[None, :]
+        block = tl.load(
+            block_tables + request * table_width + key // BLOCK_SIZE, mask=used, other=0
+        )
+        row = block[:, None] * HEADS + head[None, :]
+        place = row * BLOCK_SIZE + (key % BLOCK_SIZE)[:, None]
+        gate = tl.load(gates + place, mask=there, other=0.0)
+        own_and_later = tl.cumsum(gate, axis=0, reverse=True)
+        tl.store(to + key[:, None], later[None, :] + own_and_later - gate, mask=there)
+        later += tl.sum(gate, axis=0)
 
 
 @triton.jit

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.config import Activation
-from ropewalk.model.encodings.base import rotates
+from ropewalk.model.encodings.base import PositionalEncoding, inherits, rotates
 from ropewalk.model.encodings.rope import tables_of
 from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.kernels.triton.launches import (
     FEW_ROWS,
+    TritonForget,
     TritonGate,
     TritonLinear,
     TritonNorm,
@@ -27,6 +28,7 @@ from ropewalk.model.program import (
     Activate,
     Add,
     Attend,
+    Forget,
     Gate,
     Linear,
     Norm,
@@ -114,6 +116,12 @@ class TritonExecutor(TorchExecutor):
         match op:
             case RotateStore():
                 return self._rotate_store(op)
+            case Forget(encoding=encoding) if inherits(
+                encoding.gates, encoding, PositionalEncoding.gates
+            ):
+                gates = encoding.forget_gates()
+                assert gates is not None, "only layers with gates have this op"
+                return self._forget(TritonForget(gates))
             case AddNorm():
                 norm = self._of_norm(op.norm)
                 return lambda op, now, x, added: norm(x, added)
@@ -138,6 +146,13 @@ class TritonExecutor(TorchExecutor):
         def compute(op: RotateStore, now: Pass, *values: Tensor) -> Sequence[Tensor]:
             q, k, v = (in_heads(each, dim) for each in values)
             return (store(q, k, v, now.batch, now.layer(op.store.layer)).flatten(1),)
+
+        return compute
+
+    def _forget(self, forget: TritonForget) -> Callable[..., Sequence[Tensor]]:
+        def compute(op: Forget, now: Pass, x: Tensor) -> Sequence[Tensor]:
+            forget(x, now.batch, now.layer(op.layer))
+            return ()
 
         return compute
 

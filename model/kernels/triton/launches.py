@@ -12,8 +12,9 @@ from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
+from ropewalk.model.encodings.base import ForgetGates
 from ropewalk.model.encodings.rope import RoPE
-from ropewalk.model.kernels.triton.attention import FUSED
+from ropewalk.model.kernels.triton.attention import FUSED, of_cache
 from ropewalk.model.program import Norm
 from ropewalk.model.sampler import Drawn, Rule, Sampler, among_best
 from ropewalk.model.weights.quantize import Int8
@@ -59,10 +60,9 @@ class TritonStore:
         rotates = rope is not None and rope.key_storage is KeyStorage.ABSOLUTE
         heads = q.shape[1] if rotates else 0
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device) if rotates else q
-        scales = kv[2:] if isinstance(kv, Int8LayerKV) else kv
         tiles = sum(-(-count // HEADS_AT_ONCE) for count in (heads, kv_heads))
         self.kernels.store[rows, tiles](
-            *(q, k, v, rotated, kv.keys, kv.values, *scales, batch.slots, at, cos, sin),
+            *(q, k, v, rotated, *of_cache(kv), batch.slots, at, cos, sin),
             *(*q.stride(), *k.stride(), *v.stride()),
             HEADS=heads,
             KV_HEADS=kv_heads,
@@ -77,6 +77,26 @@ class TritonStore:
             enable_fp_fusion=False,  # rounds products separately, as torch does
         )
         return rotated
+
+
+class TritonForget:
+    """Computes an encoding's gates and writes them to the cache, in one launch."""
+
+    def __init__(self, gates: ForgetGates) -> None:
+        self.weight, self.bias = (each.detach().float() for each in (gates.weight, gates.bias))
+        self.kernels = import_module("ropewalk.model.kernels.triton.store_kernels")
+
+    def __call__(self, x: Tensor, batch: ForwardBatch, kv: PagedKV) -> None:
+        heads, width = self.weight.shape
+        self.kernels.forget[len(x), -(-heads // HEADS_AT_ONCE)](
+            *(x.contiguous(), self.weight.contiguous(), self.bias, kv.gates, batch.slots),
+            HEADS=heads,
+            WIDTH=width,
+            BLOCK_SIZE=kv.keys.shape[1],
+            TILE=HEADS_AT_ONCE,
+            COLUMNS=WEIGHTS_AT_ONCE,
+            **FUSED,
+        )
 
 
 class TritonGate:

@@ -107,6 +107,41 @@ def store(
         )
 
 
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def forget(
+    x,  # [T, WIDTH], contiguous
+    weight,  # [HEADS, WIDTH] float32
+    bias,  # [HEADS] float32
+    gates,  # [blocks, HEADS, BLOCK_SIZE] float32, contiguous
+    slots,  # [T]: where in the cache
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,  # heads per program
+    COLUMNS: tl.constexpr,  # per iteration
+):
+    """The logarithm of sigmoid(weight · x + bias). Programs: (T, tiles of heads)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = head < HEADS
+    total = tl.load(bias + head, mask=there, other=0.0)
+    for start in range(0, WIDTH, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        inside = column < WIDTH
+        some = tl.load(x + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        weights = tl.load(
+            weight + head[:, None] * WIDTH + column[None, :],
+            mask=there[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += tl.sum(weights * some[None, :], axis=1)
+    # No exponential is of a number above 0.
+    logarithm = tl.minimum(total, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(total)))
+    slot = tl.load(slots + row).to(tl.int64)
+    place = (slot // BLOCK_SIZE * HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    tl.store(gates + place, logarithm, mask=there)
+
+
 @triton.jit
 def _put(
     source,  # [TILE, 1]: addresses of heads

@@ -119,7 +119,7 @@ def test_the_scale_of_another_head_shows(kernels):
     exact = exactly(given, q, kv, batch, None, None)
     right = in_8_bits(kv)
     for name in ("key_scales", "value_scales"):
-        wrong = right._replace(**{name: getattr(right, name).roll(1, dims=2)})
+        wrong = replace(right, **{name: getattr(right, name).roll(1, dims=2)})
         for backend in backends(kernels):
             found = backend(given)(q, wrong, batch, None, None)
             assert (found - exact).abs().max() > 0.01

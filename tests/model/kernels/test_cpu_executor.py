@@ -118,8 +118,8 @@ def test_every_encoding(encoding, dtype, kernels):
     if ENCODINGS[encoding].name == WIDE_ROPE:  # its tables are too wide for the kernels
         encoding, options = "rope", ENCODINGS[encoding].options
     decoders = both(encoding, kernels, dtype, options=options)
-    dense = {"t5-materialised": 2, "t5-materialised-per-layer": 4, "fire": 2}
-    assert len(stages(decoders[0])) == dense.get(encoding, 1)
+    parts = {"t5-materialised": 2, "t5-materialised-per-layer": 4, "fire": 2, "several": 13}
+    assert len(stages(decoders[0])) == parts.get(encoding, 1)
     for stored in (None, torch.int8):
         assert equal(decoders, stored=stored)
         assert equal(decoders, [36, 37, 42], stored=stored)

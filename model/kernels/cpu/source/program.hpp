@@ -82,6 +82,19 @@ void store_row(const AttendArguments &to, const T *key, const T *value, int64_t 
   store_token(value, to.values, to.value_scales, slot, to.kv_heads, to.head_dim);
 }
 
+// The logarithm of the gate sigmoid(x · weight + bias).
+template <class T>
+inline float log_gate(const T *x, const float *weight, float bias, int64_t width) {
+  constexpr int64_t kLanes = ::kLanes<float>;
+  Vec<float> lanes = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) lanes += load_wide(x + i) * load(weight + i);
+  float open = bias;
+  for (int64_t n = 0; n < kLanes; ++n) open += lanes[n];
+  for (; i < width; ++i) open += widen(x[i]) * weight[i];
+  return std::min(open, 0.0f) - std::log1p(std::exp(-std::abs(open)));
+}
+
 // y = x + d; x and y may be the same.
 template <class T>
 inline void add_row(const T *x, const T *d, T *y, int64_t width) {
@@ -108,7 +121,7 @@ inline void activate_row(const T *x, const T *up, T *y, int64_t width, int64_t a
 
 enum Kind : int64_t {
   kEmbed, kPlace, kNorm, kLinear, kClip, kRotate, kStore, kAttend, kGate, kActivate, kScale, kAdd,
-  kKeep, kCopy,
+  kKeep, kCopy, kForget,
 };
 
 // Columns of a value; without any, nothing.
@@ -129,8 +142,8 @@ extern "C" struct OpArguments {
   Columns x, y, z, to;
   NormArguments norm;
   LinearArguments linear;
-  const void *table;              // [vocab, width] of embeddings
-  const float *vectors;           // [positions, width] to be added to them
+  const void *table;              // [vocab, width] of embeddings; or gates' weights, float
+  const float *vectors;           // [positions, width] to be added to them; or gates' biases
   const float *cosines, *sines;   // [positions, pairs]
   int64_t rows;                   // of the table
   int64_t pairs, interleaved, by_offset, head_dim, activation;
@@ -146,7 +159,9 @@ extern "C" struct StepArguments {
   int64_t each_row;  // elements of scratch per row before those that runs of ops use
   int64_t run;       // and of those, per row
   const AttendArguments *attends;     // by kind of attention, of the cache's first layer
-  int64_t layer_bytes, layer_scales;  // strides from one layer's keys or scales to the next one's
+  float *gates;                       // of the cache's first layer, or null
+  // Strides from one layer's keys, scales or gates to the next one's.
+  int64_t layer_bytes, layer_scales, layer_gates;
   double *seconds;                    // [parts] to add to, or null
 };
 
@@ -174,6 +189,7 @@ inline AttendArguments in_layer(const OpArguments &op, const StepArguments &step
   const int64_t bytes = op.layer * step.layer_bytes, scales = op.layer * step.layer_scales;
   attend.keys = static_cast<const char *>(attend.keys) + bytes;
   attend.values = static_cast<const char *>(attend.values) + bytes;
+  if (attend.gates) attend.gates += op.layer * step.layer_gates;
   if (attend.key_scales) attend.key_scales += scales, attend.value_scales += scales;
   return attend;
 }
@@ -201,6 +217,7 @@ class Rows {
       case kAdd: return add(team, op);
       case kKeep: return keep(team, op);
       case kCopy: return copy(team, op);
+      case kForget: return forget(team, op);
     }
   }
 
@@ -302,6 +319,21 @@ class Rows {
     each(team, [=, &op](int64_t r) {
       std::copy(query + r * op.z.width, query + r * op.z.width + op.z.count, to + r * op.to.width);
       store_row(cache, key + r * op.x.width, value + r * op.y.width, slots[r]);
+    });
+  }
+
+  // Gates of x to the cache.
+  void forget(Team &team, const OpArguments &op) const {
+    const T *x = at(op.x);
+    const float *weights = static_cast<const float *>(op.table), *biases = op.vectors;
+    float *gates = step_.gates + op.layer * step_.layer_gates;
+    const int64_t heads = op.rows, width = op.x.count, size = step_.attends[0].block_size;
+    const int64_t *slots = step_.slots + first_;
+    each(team, [=, &op](int64_t r) {
+      const int64_t block = slots[r] / size, offset = slots[r] % size;
+      for (int64_t h = 0; h < heads; ++h)
+        gates[(block * heads + h) * size + offset] =
+            log_gate(x + r * op.x.width, weights + h * width, biases[h], width);
     });
   }
 

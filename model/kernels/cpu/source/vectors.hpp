@@ -189,6 +189,25 @@ inline Vec<Real> sum_rows(Vec<Real> *rows) {
                                             std::make_integer_sequence<int, kLanes<Real>>());
 }
 
+// Lane i becomes what is STEP lanes after it, or 0.
+template <int STEP, class Real, int... LANE>
+inline Vec<Real> later_lanes(Vec<Real> x, std::integer_sequence<int, LANE...>) {
+  typedef decltype(x < x) Order;
+  const Order later = {(LANE + STEP)...};
+  return __builtin_shuffle(x, Vec<Real>{}, later);
+}
+template <class Real>
+inline Vec<Real> next_lane(Vec<Real> x) {
+  return later_lanes<1, Real>(x, std::make_integer_sequence<int, kLanes<Real>>());
+}
+// Lane i becomes the sum of itself and all lanes after it.
+template <class Real, int STEP = 1>
+inline Vec<Real> sum_later(Vec<Real> x) {
+  x += later_lanes<STEP, Real>(x, std::make_integer_sequence<int, kLanes<Real>>());
+  if constexpr (2 * STEP < kLanes<Real>) return sum_later<Real, 2 * STEP>(x);
+  return x;
+}
+
 // Every lane becomes the maximum of all lanes.
 template <int STEP, class Real, int... LANE>
 inline Vec<Real> largest_lanes(Vec<Real> x, std::integer_sequence<int, LANE...> lanes) {

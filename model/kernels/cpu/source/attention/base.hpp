@@ -24,6 +24,7 @@ extern "C" struct AttendArguments {
   const float *slopes;                                          // [heads] or null
   const float *bias_table;                                      // [heads, bias_span] or null
   const float *dense_bias;  // [heads, T, bias_span] or null: by row and key index
+  const float *gates;       // [blocks, heads, block_size] or null: logarithms
   int64_t bias_span, bias_zero;
   int64_t bias_by_key;  // the table's columns are key positions instead of distances + bias_zero
   int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
@@ -109,6 +110,7 @@ class Attending {
     int64_t unbiased;  // keys up to this position have a bias of 0
     float slope;
     const float *table, *dense;  // this query's rows
+    const Real *forgotten;       // by key index
     Real far;                    // the table's last column
     Real base, totals[kLanes];
   };
@@ -124,6 +126,44 @@ class Attending {
       rows_[q] = (piece.first_query + q) / group_;
       heads_[q] = (piece.first_query + q) % group_;
     }
+    if (a_.gates) add_gates();
+  }
+
+  // For each head and key that the piece's queries see, the sum of the gates of later tokens, up to
+  // the last of these queries. From there backwards, so that the sums of near keys are exact.
+  void add_gates() {
+    const auto [begin, end] = seen_by(piece_);
+    const int64_t heads = piece_.heads * group_, size = a_.block_size;
+    const int64_t *table = a_.tables + piece_.request * a_.table_width;
+    forgotten_first_ = begin;
+    forgotten_span_ = end - begin + kKeys;  // whole vectors are read
+    forgotten_ = forgotten_buffer_.grow(heads * forgotten_span_);
+    for (int64_t key = begin; key < end;) {
+      const int64_t offset = key % size, count = std::min(size - offset, end - key);
+      const int64_t row = table[key / size] * a_.heads + piece_.first_head * group_;
+      const float *gates = a_.gates + row * size + offset;
+      for (int64_t h = 0; h < heads; ++h)
+        copy_some(gates + h * size, count, forgotten_ + h * forgotten_span_ + key - begin);
+      key += count;
+    }
+    for (int64_t h = 0; h < heads; ++h) {
+      Real *sums = forgotten_ + h * forgotten_span_;
+      std::fill(sums + end - begin, sums + forgotten_span_, Real(0));
+      Real later = 0;
+      for (int64_t n = whole_vectors(end - begin) - kLanes; n >= 0; n -= kLanes) {
+        const Vec<Real> own_and_later = sum_later<Real>(load(sums + n));
+        store(next_lane<Real>(own_and_later) + later, sums + n);
+        later += own_and_later[0];
+      }
+    }
+  }
+
+  // Few numbers, for which calling the library's function takes longer than it does.
+  static void copy_some(const float *from, int64_t count, Real *to) {
+    int64_t i = 0;
+    if constexpr (std::is_same_v<Real, float>)
+      for (; i + kLanes <= count; i += kLanes) store(load(from + i), to + i);
+    for (; i < count; ++i) to[i] = from[i];
   }
 
   // Range [first, end) of keys that some query of a piece sees.
@@ -259,7 +299,8 @@ class Attending {
     State state{};
     state.position = a_.positions[row];
     state.base = -INFINITY;
-    state.unbiased = a_.slopes || a_.bias_table || a_.dense_bias ? INT64_MIN : INT64_MAX;
+    state.unbiased =
+        a_.slopes || a_.bias_table || a_.dense_bias || a_.gates ? INT64_MIN : INT64_MAX;
     if (a_.slopes) state.slope = a_.slopes[query_head];
     if (a_.bias_table) {
       state.table = a_.bias_table + query_head * a_.bias_span;
@@ -267,6 +308,8 @@ class Attending {
       if (state.far == 0 && !a_.bias_by_key)  // T5's window form
         state.unbiased = state.position + a_.bias_zero - (a_.bias_span - 1);
     }
+    if (a_.gates)
+      state.forgotten = forgotten_ + (head * group_ + heads_[query]) * forgotten_span_;
     if (a_.dense_bias) state.dense = a_.dense_bias + (query_head * rows + row) * a_.bias_span;
     return state;
   }
@@ -291,6 +334,7 @@ class Attending {
         add_columns(chunk, state, nearest, padded, scores);
     }
     if (state.dense) add_row(state.dense, first, keys, scores);
+    if (state.forgotten) add_forgotten(state.forgotten, first, keys, scores);
   }
 
   // Rows are far apart in memory, so the next chunk's part, left of this one, is prefetched here.
@@ -300,6 +344,14 @@ class Attending {
       for (int64_t n = 0; n < kKeys; n += 16) __builtin_prefetch(from - kKeys + n);
 #pragma omp simd
     for (int64_t n = 0; n < keys; ++n) scores[n] += Real(from[n]);
+  }
+
+  // Chunks may begin before the first key that is seen.
+  void add_forgotten(const Real *sums, int64_t first, int64_t keys, Real *scores) const {
+    const int64_t begin = std::max<int64_t>(forgotten_first_ - first, 0);
+    const Real *from = sums + first - forgotten_first_;
+#pragma omp simd
+    for (int64_t n = begin; n < keys; ++n) scores[n] += from[n];
   }
 
   void add_columns(const Chunk &chunk, const State &state, int32_t nearest, int64_t count,
@@ -392,6 +444,9 @@ class Attending {
   Piece piece_;
   int64_t context_, first_index_;
   Real key_scales_[kKeys], value_scales_[kKeys];  // of a chunk in 8 bits
+  Buffer<Real> forgotten_buffer_;
+  Real *forgotten_;  // [heads of the piece, forgotten_span_], from the first key that is seen on
+  int64_t forgotten_first_, forgotten_span_;
   int64_t rows_[kQueries], heads_[kQueries];  // row within the request, head within the group
 };
 
