@@ -63,6 +63,16 @@ def tried_tokenizers():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quickened():
+    """Triton's interpreter, which may run in the tests of any folder."""
+    from tests.interpreter import quicken
+
+    with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """For models so small that a second thread only costs time."""

@@ -1,5 +1,3 @@
-from importlib.util import find_spec
-
 import gguf
 import numpy as np
 import pytest
@@ -7,25 +5,6 @@ import torch
 
 from ropewalk.server.engine.openmp import end_idle_threads
 from tests.smollm2 import smollm2_path
-
-
-@pytest.fixture(scope="session", autouse=True)
-def searched_once():
-    """Triton's interpreter searches all of its language whenever one function calls another.
-
-    What it finds it replaces until the kernel ends, so that here a function's first call does.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if find_spec("triton"):
-            from triton.runtime import interpreter
-
-            def call(function, *given, **named):
-                if function.fn not in function.rewritten_fn:
-                    interpreter._patch_lang(function.fn)
-                return function.rewrite()(*given, **named)
-
-            patch.setattr(interpreter.InterpretedFunction, "__call__", call)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from ropewalk.server.engine.assemble import wired
 from ropewalk.server.launch import build, graphs
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Overflow
+from tests.interpreter import quicken
 from tests.server.fake_engine import configured
 from tests.server.test_ahead import LIMITS, PICKED_THERE, WAYS, answers, without_numbers, workload
 
@@ -80,6 +81,7 @@ def record(compute):
 
 
 def interpret():
+    quicken(pytest.MonkeyPatch())
     for using in (triton, launches):
         using.import_module = kernels_there
     for backend in (triton.TritonAttention, TritonBackend):
