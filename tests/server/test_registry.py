@@ -40,8 +40,6 @@ def folder(tmp_path_factory):
     for name in ("first", "more/one", "more/two"):
         (root / name).mkdir(parents=True)
         save(model, root / name)
-        config = {"chat_template": TEMPLATE}
-        (root / name / "tokenizer_config.json").write_text(json.dumps(config))
     (root / "more/broken").mkdir()
     (root / "more/broken/config.json").write_text('{"model_type": "llama"}')
     return root
