@@ -5,7 +5,6 @@ whole process.
 """
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("other")
@@ -43,7 +42,8 @@ class Elsewhere(torch.Tensor):
 def computed(operation, given, named):
     """On the CPU; of the other device is what comes of its tensors, or is asked to be there."""
     name = operation.name().partition(".")[0]
-    leaves, tree = pytree.tree_flatten((given, named))
+    leaves = []
+    _each(leaves.append, (given, named))
     elsewhere = [each for each in leaves if isinstance(each, Elsewhere)]
     here = [each for each in leaves if isinstance(each, torch.Tensor) and each.device.type == "cpu"]
     if name not in CROSSING and elsewhere and any(each.dim() for each in here):
@@ -51,7 +51,7 @@ def computed(operation, given, named):
     wanted = named.get("device")
     there = bool(elsewhere) if wanted is None else torch.device(wanted).type == OTHER.type
     there &= name != "aten::copy_"  # which returns the tensor that it is given to change
-    given, named = pytree.tree_unflatten([_here(each) for each in leaves], tree)
+    given, named = _each(_here, (given, named))
     changed = {id(each.here): each for each in elsewhere}  # where an operation returns its argument
 
     def sent(value):
@@ -59,7 +59,16 @@ def computed(operation, given, named):
             return changed[id(value)]
         return Elsewhere(value) if there and isinstance(value, torch.Tensor) else value
 
-    return pytree.tree_map(sent, operation(*given, **named))
+    return _each(sent, operation(*given, **named))
+
+
+def _each(act, value):
+    """What `act` makes of each value in lists, tuples and dictionaries."""
+    if isinstance(value, list | tuple):
+        return type(value)([_each(act, each) for each in value])
+    if isinstance(value, dict):
+        return {name: _each(act, each) for name, each in value.items()}
+    return act(value)
 
 
 def _here(value):
