@@ -90,13 +90,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The requests of one run, the same for every variant."""
-
-    requests: tuple[Request, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of one request. Times are `time.perf_counter` seconds.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ropewalk.load_tests.client.client import Server, Unreachable, complete
-from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.plan.routing import Policy
 from ropewalk.load_tests.plan.simulate import Answered
 from ropewalk.load_tests.plan.traffic import Call, requests_of
@@ -45,7 +45,7 @@ async def dispatch(
             loads[replica] -= 1
 
     began = time.perf_counter()
-    driven = await drive(Plan(tuple(requests)), profile, seed, send)
+    driven = await drive(requests, profile, seed, send)
     for outcome in driven.outcomes:
         if outcome.error is not None:
             raise Unreachable(f"a request failed: {outcome.error}")

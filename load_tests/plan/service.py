@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
-from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.plan.traffic import Traffic
 from ropewalk.load_tests.workload.arrivals import drive
 from ropewalk.load_tests.workload.prompts import PromptMaker
@@ -192,7 +192,7 @@ async def _busy(
         return await _ask(server, request)
 
     profile = Profile("closed", concurrency=workers)
-    driven = await drive(Plan(tuple(requests)), profile, "", send)
+    driven = await drive(requests, profile, "", send)
     cached = fmean(outcome.cached_tokens or 0 for outcome in driven.outcomes)
     seconds = driven.steady_to - driven.steady_from
     first_wave = workers if workers > 1 else 0  # not in the steady window

@@ -23,7 +23,7 @@ from statistics import median
 from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.statistics import percentile
-from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.run.options import add, count
 from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.arrivals import Driven, drive
@@ -147,7 +147,7 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
         ) -> Phase:
             plan = [_request(prompts, args, sizes) for _ in range(requests)]
             pid, seed = started.popen.pid, f"overload/{number}"
-            phase = await _phase(server, pid, Plan(tuple(plan)), profile, seed)
+            phase = await _phase(server, pid, plan, profile, seed)
             if started.popen.poll() is not None:
                 raise started.failed("ended under load")
             return phase
@@ -185,7 +185,9 @@ def _request(prompts: PromptMaker, args: argparse.Namespace, sizes: random.Rando
     return Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
 
 
-async def _phase(server: Server, pid: int, plan: Plan, profile: Profile, seed: str) -> Phase:
+async def _phase(
+    server: Server, pid: int, plan: Sequence[Request], profile: Profile, seed: str
+) -> Phase:
     async def send(request: Request, intended: float) -> Outcome:
         return await complete(server, request, intended)
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ropewalk.load_tests.client import scrape
 from ropewalk.load_tests.client.client import Server, Unreachable, Variant, complete
 from ropewalk.load_tests.common.progress import Progress
-from ropewalk.load_tests.common.types import Outcome, Plan, Point, Request, Run, ServerView
+from ropewalk.load_tests.common.types import Outcome, Point, Request, Run, ServerView
 from ropewalk.load_tests.run.serving import flush
 from ropewalk.load_tests.workload.arrivals import drive
 from ropewalk.load_tests.workload.hits import cached_tokens
@@ -144,7 +144,7 @@ class Runner:
             raise NoSuccess(f"{variant.label} under {load.label}: {run.outcomes[0].error}")
         return served / (run.ended - run.began)
 
-    async def run(self, variant: Variant, load: Load, plan: Plan, round: int) -> Run:
+    async def run(self, variant: Variant, load: Load, plan: Sequence[Request], round: int) -> Run:
         """One run, whether or not its requests succeed."""
         if variant.label not in self._unflushed:
             await self._try_to_flush(variant)
@@ -154,14 +154,14 @@ class Runner:
             nonlocal answered
             outcome = await complete(variant.server, request, intended)
             answered += 1
-            self._progress.answered(answered, len(plan.requests), outcome.output_tokens)
+            self._progress.answered(answered, len(plan), outcome.output_tokens)
             return outcome
 
         seed = f"{self._seed}/{round}/{load.label}"
         async with _watching(_impatient(variant.server)) as watched:
             driven = await drive(plan, load.profile, seed, send)
         if (block_size := self._block_sizes.get(variant.label)) is not None:
-            expected = cached_tokens(plan.requests, load.profile, block_size)
+            expected = cached_tokens(plan, load.profile, block_size)
             self._check_hits(f"{variant.label}, {load.label}", expected, driven.outcomes)
         return Run(
             variant=variant.label,
@@ -259,7 +259,7 @@ def _impatient(server: Server) -> Server:
     return replace(server, timeout_s=min(server.timeout_s, _PATIENCE_S))
 
 
-async def why_not(server: Server, context: int | None, plan: Plan) -> str | None:
+async def why_not(server: Server, context: int | None, plan: Sequence[Request]) -> str | None:
     """Why `plan` cannot be measured on `server`, in a few words; None when it can.
 
     `context` is how many tokens of prompt and answer together its model takes, None if unknown.
@@ -267,7 +267,7 @@ async def why_not(server: Server, context: int | None, plan: Plan) -> str | None
     """
     if context is not None and (reason := _misfit(plan, context)) is not None:
         return reason
-    special = next((request for request in plan.requests if request.extra), None)
+    special = next((request for request in plan if request.extra), None)
     if special is None:
         return None
     prompt = "a" if isinstance(special.prompt, str) else special.prompt[:1]
@@ -281,8 +281,8 @@ def _told(error: str) -> str:
     return error if found is None else str(json.loads(found[1])).removesuffix(".")
 
 
-def _misfit(plan: Plan, context: int) -> str | None:
-    for request in plan.requests:
+def _misfit(plan: Sequence[Request], context: int) -> str | None:
+    for request in plan:
         prompt = request.prompt_tokens or 0
         whole = prompt + request.output_tokens
         least = prompt + 1 if _OVERFLOW in request.extra else whole

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ropewalk.load_tests.client.client import DIALECTS, Server, complete
 from ropewalk.load_tests.common.statistics import percentile
-from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.workload.arrivals import Driven, drive
 
 TOKENS_PER_S = 2000  # that one core must reach
@@ -91,7 +91,7 @@ async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Spee
     server = Server("127.0.0.1", port, DIALECTS["openai"], "stub")
     arrivals = rate / _OUTPUT_TOKENS
     request = Request(tuple(range(_PROMPT_TOKENS)), _PROMPT_TOKENS, _OUTPUT_TOKENS)
-    plan = Plan((request,) * round(arrivals * seconds))
+    plan = [request] * round(arrivals * seconds)
 
     async def send(request: Request, intended: float) -> Outcome:
         return await complete(server, request, intended)

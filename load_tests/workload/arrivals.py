@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Profile, Request
 
 Send = Callable[[Request, float], Coroutine[Any, Any, Outcome]]
 
 
 @dataclass(frozen=True, slots=True)
 class Driven:
-    """Outcomes in the order of the requests, and the steady window as in `terms.Run`."""
+    """Outcomes in the order of the requests, and the steady window as in `types.Run`."""
 
     outcomes: tuple[Outcome, ...]
     steady_from: float
     steady_to: float
 
 
-async def drive(plan: Plan, profile: Profile, seed: str, send: Send) -> Driven:
+async def drive(plan: Sequence[Request], profile: Profile, seed: str, send: Send) -> Driven:
     """Send all requests of `plan` according to `profile` and wait for their outcomes."""
     if profile.open_loop:
-        *offsets, end = arrival_offsets(len(plan.requests) + 1, profile, seed)
-        return await _open_loop(plan.requests, offsets, end, send)
-    return await _closed_loop(plan.requests, profile.concurrency, send)
+        *offsets, end = arrival_offsets(len(plan) + 1, profile, seed)
+        return await _open_loop(plan, offsets, end, send)
+    return await _closed_loop(plan, profile.concurrency, send)
 
 
 def arrival_offsets(count: int, profile: Profile, seed: str) -> list[float]:

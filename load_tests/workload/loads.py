@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ropewalk.load_tests.common.types import Plan, Point, Profile
+from ropewalk.load_tests.common.types import Point, Profile, Request
 from ropewalk.load_tests.workload.profiles import find_sweep
 from ropewalk.load_tests.workload.prompts import PromptMaker
 from ropewalk.load_tests.workload.workloads import Sizes, Workload
@@ -24,7 +24,7 @@ class Load:
     def label(self) -> str:
         return f"{self.point.label} {self.profile.label}"
 
-    def plan(self, prompts: PromptMaker, sizes: Sizes) -> Plan:
+    def plan(self, prompts: PromptMaker, sizes: Sizes) -> list[Request]:
         """New requests for one run. Raises ValueError when sizes leave no room for them."""
         return self.workload.plan(self.point, self.profile, prompts, sizes)
 

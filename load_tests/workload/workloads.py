@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ropewalk.load_tests.common.types import Plan, Point, Profile, Request
+from ropewalk.load_tests.common.types import Point, Profile, Request
 from ropewalk.load_tests.workload.conversation import conversation
 from ropewalk.load_tests.workload.prompts import PromptMaker, read_prompts
 
@@ -81,9 +81,11 @@ class Workload:
         """The points to measure."""
         return [Point(self.name, self.name)] if self.sized is None else self.sized(sizes)
 
-    def plan(self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes) -> Plan:
+    def plan(
+        self, point: Point, profile: Profile, prompts: PromptMaker, sizes: Sizes
+    ) -> list[Request]:
         """New requests for one run. Raises ValueError when sizes leave no room for them."""
-        return Plan(tuple(self.requests(Draft(point, profile, prompts, sizes))))
+        return self.requests(Draft(point, profile, prompts, sizes))
 
 
 def workload_from(text: str) -> Workload:

@@ -5,14 +5,14 @@ from itertools import pairwise
 
 import pytest
 
-from ropewalk.load_tests.common.types import Outcome, Plan, Profile, Request
+from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.workload.arrivals import Driven, arrival_offsets, drive
 
 POISSON = Profile("poisson", rate=200.0)
 
 
-def plan(count: int) -> Plan:
-    return Plan(tuple(Request((index,), 1, 1) for index in range(count)))
+def plan(count: int) -> list[Request]:
+    return [Request((index,), 1, 1) for index in range(count)]
 
 
 def number(request: Request) -> int:

@@ -42,7 +42,7 @@ def theory(*prompts, profile=SYNC):
 
 
 def theory_of(plan, profile):
-    return cached_tokens(plan.requests, profile, BLOCK)
+    return cached_tokens(plan, profile, BLOCK)
 
 
 def ids(count, start=0):
@@ -66,8 +66,8 @@ def test_the_share_of_k_requests_for_each_prefix():
     whole = sizes.prefix_tokens // BLOCK * BLOCK
     found = theory_of(plan, SYNC)
     assert found == (7 * 4 * whole,) * 2
-    prompts = sum(request.prompt_tokens for request in plan.requests)
-    length = plan.requests[0].prompt_tokens
+    prompts = sum(request.prompt_tokens for request in plan)
+    length = plan[0].prompt_tokens
     assert found[0] / prompts == pytest.approx(whole / length * (1 - 1 / 5))
 
 
@@ -151,7 +151,7 @@ def test_a_server_finds_exactly_what_theory_says(workload, profile, url, metrics
     low, high = theory_of(plan, profile)
     assert low == high
     assert (low > 0) == (workload in ("chat", "shared-prefix"))
-    asked = sum(request.prompt_tokens for request in plan.requests)
+    asked = sum(request.prompt_tokens for request in plan)
     queried_before, hit_before = seen(metrics)
     cached = sent(url, plan, profile)
     # A step is counted after its tokens have left.

@@ -111,7 +111,7 @@ def test_work_is_named():
 
 def test_sixteen_requests_share_one_prefix():
     plan = ROWS["shared"].load.plan(PromptMaker("seed", "text"), sizes(2))
-    words = [request.prompt.split(" ") for request in plan.requests]
+    words = [request.prompt.split(" ") for request in plan]
     assert len(words) == 16
     assert len({tuple(each[:768]) for each in words}) == 1
     assert len({tuple(each) for each in words}) == 16

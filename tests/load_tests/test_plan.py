@@ -272,9 +272,9 @@ def test_the_requests_of_the_window_share_its_time(workers, monkeypatch):
     """Each takes a second of its worker's."""
 
     async def drive(plan, profile, seed, send):
-        begun = [at // workers for at in range(len(plan.requests))]
+        begun = [at // workers for at in range(len(plan))]
         outcomes = tuple(Outcome(each, each, each + 1.0, cached_tokens=0) for each in begun)
-        return Driven(outcomes, 1.0 if workers > 1 else 0.0, len(plan.requests) / workers)
+        return Driven(outcomes, 1.0 if workers > 1 else 0.0, len(plan) / workers)
 
     Served(monkeypatch, STEPS)
     monkeypatch.setattr(service, "drive", drive)

@@ -25,7 +25,7 @@ def plan(name, profile=SYNC, *, sizes=SIZES, prompts=None, point=0, form="ids"):
 
 
 def lengths(made):
-    return [(request.prompt_tokens, request.output_tokens) for request in made.requests]
+    return [(request.prompt_tokens, request.output_tokens) for request in made]
 
 
 @pytest.mark.parametrize("profile", [SYNC, CLOSED, OPEN], ids=lambda each: each.label)
@@ -37,13 +37,11 @@ def test_every_plan_follows_from_the_seed_and_repeats_nothing(name, profile):
             plan(name, profile, prompts=prompts, point=point),
             plan(name, profile, prompts=prompts, point=point),
         )
-        everything = [request.prompt for made in (first, second) for request in made.requests]
+        everything = [request.prompt for made in (first, second) for request in made]
         assert len(set(everything)) == len(everything)
-        beginnings = [
-            {request.prompt[:16] for request in made.requests} for made in (first, second)
-        ]
+        beginnings = [{request.prompt[:16] for request in made} for made in (first, second)]
         assert not beginnings[0] & beginnings[1]
-        for request in first.requests:
+        for request in first:
             assert len(request.prompt) == request.prompt_tokens
     again = PromptMaker("s", "ids")
     assert plan(name, profile, prompts=again) == plan(name, profile)
@@ -65,7 +63,7 @@ def test_a_model_with_the_context_that_a_workload_names_can_take_all_of_it(name)
     needed = [
         request.prompt_tokens + (1 if request.extra else request.output_tokens)
         for point in points
-        for request in plan(name, CLOSED, sizes=sizes, point=point).requests
+        for request in plan(name, CLOSED, sizes=sizes, point=point)
     ]
     assert max(needed) <= context
     assert name in ("chat", "shift") or max(needed) == context
@@ -73,9 +71,9 @@ def test_a_model_with_the_context_that_a_workload_names_can_take_all_of_it(name)
 
 @pytest.mark.parametrize("name", ["longctx", "extrapolate"])
 def test_workers_of_long_contexts_go_on_after_their_first_wave(name):
-    assert len(plan(name).requests) == 1
-    assert len(plan(name, CLOSED).requests) == 24
-    assert len(plan(name, OPEN).requests) == 7
+    assert len(plan(name)) == 1
+    assert len(plan(name, CLOSED)) == 24
+    assert len(plan(name, OPEN)) == 7
 
 
 def test_longctx_has_prompts_at_every_length():
@@ -90,7 +88,7 @@ def test_longctx_has_prompts_at_every_length():
 
 
 def test_a_turn_extends_the_turn_before_it_which_was_sent_at_least_a_round_earlier():
-    requests = plan("chat", CLOSED, sizes=Sizes(context=8192, requests_per_worker=1)).requests
+    requests = plan("chat", CLOSED, sizes=Sizes(context=8192, requests_per_worker=1))
     conversations = len(requests) // TURNS
     assert conversations == 6
     for earlier, later in zip(requests, requests[conversations:], strict=False):
@@ -100,7 +98,7 @@ def test_a_turn_extends_the_turn_before_it_which_was_sent_at_least_a_round_earli
 
 def test_chat_varies_and_stays_within_the_context():
     made = plan("chat", Profile("closed", concurrency=60), sizes=Sizes(context=600))
-    first_turns = lengths(made)[: len(made.requests) // TURNS]
+    first_turns = lengths(made)[: len(made) // TURNS]
     prompts, outputs = (sorted(column) for column in zip(*first_turns, strict=True))
     assert 90 < prompts[len(prompts) // 2] < 180
     assert 90 < outputs[len(outputs) // 2] < 180
@@ -110,7 +108,7 @@ def test_chat_varies_and_stays_within_the_context():
 
 
 def test_a_conversation_that_fills_the_context_begins_anew():
-    requests = plan("chat", CLOSED, sizes=Sizes(context=256)).requests
+    requests = plan("chat", CLOSED, sizes=Sizes(context=256))
     conversations = len(requests) // TURNS
     anew = [
         later.prompt[:16] != earlier.prompt[:16]
@@ -122,13 +120,13 @@ def test_a_conversation_that_fills_the_context_begins_anew():
 
 
 def test_text_turns_extend_each_other_too():
-    requests = plan("chat", form="text").requests
+    requests = plan("chat", form="text")
     assert requests[2].prompt.startswith(requests[0].prompt + " ")
     assert len(requests[2].prompt.split(" ")) == requests[2].prompt_tokens
 
 
 def test_the_shared_prefixes_are_shared_within_a_run():
-    requests = plan("shared-prefix").requests
+    requests = plan("shared-prefix")
     assert len(requests) == 32
     assert len({request.prompt[:768] for request in requests[:8]}) == 8
     assert [request.prompt[:768] for request in requests[:8]] * 4 == [
@@ -137,7 +135,7 @@ def test_the_shared_prefixes_are_shared_within_a_run():
 
 
 def test_shift_fills_the_context_and_goes_on():
-    for request in plan("shift").requests:
+    for request in plan("shift"):
         assert request.prompt_tokens < 600 < request.prompt_tokens + request.output_tokens
         assert request.extra == {"overflow": "shift"}
     with pytest.raises(ValueError, match="32 tokens is too short"):
@@ -152,7 +150,7 @@ def test_extrapolate_ends_at_multiples_of_the_trained_context():
 
 
 def test_a_fifth_of_the_clients_leave_before_the_end():
-    requests = plan("cancel", Profile("closed", concurrency=25)).requests
+    requests = plan("cancel", Profile("closed", concurrency=25))
     leaving = [request.leaves_after for request in requests if request.leaves_after is not None]
     assert len(leaving) == 20
     assert min(leaving) >= 1
@@ -179,7 +177,7 @@ def test_a_file_says_what_is_sent(tmp_path):
     (point,) = workload.points(SIZES)
     assert (workload.name, point.label) == ("file:prompts.jsonl",) * 2
     made = workload.plan(point, SYNC, PromptMaker("s", "ids"), SIZES)
-    assert [(each.prompt, each.prompt_tokens, each.output_tokens) for each in made.requests] == [
+    assert [(each.prompt, each.prompt_tokens, each.output_tokens) for each in made] == [
         ("Ropes and 歩", None, 128),
         ((5, 6, 7), 3, 9),
     ]
