@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from logging import getLogger
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.openmp import use_all_threads
@@ -51,36 +52,13 @@ class _Part:
     ended: bool = False  # its last event has been dispatched; whatever comes later is dropped
 
 
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    model: str
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    model: str
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """`changes`: it is put before a step of the model, which counts what it did, and else after."""
+class _Command(NamedTuple):
+    """Done on the engine's thread before a step of the model; one that only `looks`, after it."""
 
     model: str
-    put: Callable[[Engine], object]
-    changes: bool
-    answer: "asyncio.Future[Any]"  # touched by the event loop only
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    model: str
-    engine: Engine | None  # None: none any more
-    answer: "asyncio.Future[None]"  # touched by the event loop only
-
-
-_Command = _Submit | _Abort | _Question | _Put
+    act: Callable[[], object]
+    answer: "asyncio.Future[Any] | None"  # to what it returns; touched by the event loop only
+    looks: bool
 
 
 class AsyncEngine:
@@ -204,7 +182,7 @@ class AsyncEngine:
         stream = _Stream(model, open=len(requests))
         parts = {request.id: _Part(stream, index) for index, request in enumerate(requests)}
         self._parts |= parts
-        self._post(*(_Submit(model, request) for request in requests))
+        self._post(model, *(partial(self._submit, model, request) for request in requests))
         try:
             while stream.open or stream.ready:
                 await stream.wake.wait()
@@ -224,7 +202,7 @@ class AsyncEngine:
             for request_id in parts:
                 del self._parts[request_id]
             left = [request_id for request_id, part in parts.items() if not part.ended]
-            self._post(*(_Abort(model, request_id) for request_id in left))
+            self._post(model, *(partial(self._abort, model, request_id) for request_id in left))
 
     def abort(self, model: str, request: Request) -> None:
         """End one of the requests that are being generated; no more of its events come."""
@@ -234,7 +212,7 @@ class AsyncEngine:
         part.ended = True
         part.stream.open -= 1
         part.stream.wake.set()  # it may have been the last one
-        self._post(_Abort(model, request.id))
+        self._post(model, partial(self._abort, model, request.id))
 
     async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
         """What `question` returns or raises of a model's engine, on its thread, between two steps.
@@ -242,28 +220,27 @@ class AsyncEngine:
         changes: whether it does more than look. By the time this returns, `observe` has then seen
         what it did counted. Raises ServeError besides.
         """
-        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        return await self._ask(_Question(model, question, changes, answer), answer)
+        act = partial(self._outcome, model, question, changes)
+        return cast(T, await self._ask(model, act, looks=not changes))
 
     async def add(self, model: str, engine: Engine) -> None:
         """From now on requests for the model go to this engine. Raises ServeError."""
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._ask(_Put(model, engine, answer), answer)
+        await self._ask(model, partial(self._put, model, engine))
 
     async def remove(self, model: str) -> None:
         """Lets go of a model's engine; streams that are open end with an error.
 
         Raises ServeError.
         """
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        await self._ask(_Put(model, None, answer), answer)
+        await self._ask(model, partial(self._put, model, None))
         left = [name for name, part in self._parts.items() if part.stream.model == model]
         self._dispatch([_ended(name, _unloaded(model)) for name in left])
 
-    async def _ask(self, question: _Question | _Put, answer: "asyncio.Future[T]") -> T:
+    async def _ask(self, model: str, act: Callable[[], object], *, looks: bool = False) -> object:
         self._require_running()
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._asked.add(answer)
-        self._post(question)
+        self._post(model, act, answer=answer, looks=looks)
         try:
             return await answer
         finally:
@@ -273,9 +250,15 @@ class AsyncEngine:
         if self.failure is not None or self._stopping:
             raise ShuttingDown(self.failure)
 
-    def _post(self, *commands: _Command) -> None:
+    def _post(
+        self,
+        model: str,
+        *acts: Callable[[], object],
+        answer: "asyncio.Future[Any] | None" = None,
+        looks: bool = False,
+    ) -> None:
         with self._inbox_changed:
-            self._inbox += commands
+            self._inbox += [_Command(model, act, answer, looks) for act in acts]
             self._inbox_changed.notify()
 
     # ------------------------------------------------------------------ on the event loop
@@ -336,15 +319,10 @@ class AsyncEngine:
                 return False
             commands, self._inbox = self._inbox, []
         self._step_began = time.monotonic()
-        questions = [command for command in commands if isinstance(command, _Question)]
-        looks = [question for question in questions if not question.changes]
-        changes = [question for question in questions if question.changes]
-        others = [command for command in commands if not isinstance(command, _Question)]
-        touched = {command.model for command in (*others, *changes)}
-        refused = [event for command in others if (event := self._apply(command))]
-        changed = [self._outcome(question) for question in changes]
-        if refused:
-            self._call(self._dispatch, refused)
+        acts = [command for command in commands if not command.looks]
+        looks = [command for command in commands if command.looks]
+        touched = {command.model for command in acts}
+        outcomes = [command.act() for command in acts]
         for model, engine in self._engines.items():
             if engine.busy or model in touched or self._is_neglected(model):
                 self._stepped[model] = time.monotonic()
@@ -353,10 +331,10 @@ class AsyncEngine:
                     self._call(self._dispatch, step.events)
                 self._outlooks[model] = step.stats.outlook
                 self._observe(model, step.stats)
-        for question, outcome in zip(changes, changed, strict=True):
-            self._call(_settle, question.answer, outcome)
-        for question in looks:
-            self._call(_settle, question.answer, self._outcome(question))
+        outcomes += [command.act() for command in looks]
+        for command, outcome in zip((*acts, *looks), outcomes, strict=True):
+            if command.answer is not None:
+                self._call(_settle, command.answer, outcome)
         self._step_began = None
         return True
 
@@ -368,48 +346,44 @@ class AsyncEngine:
         """Whether it is time to look at the memory of a model that nobody asks."""
         return self._idle_s is not None and time.monotonic() - self._stepped[model] >= self._idle_s
 
-    def _apply(self, command: _Submit | _Abort | _Put) -> TokenEvent | None:
-        if isinstance(command, _Put):
-            self._put(command)
-            return None
-        engine = self._engines.get(command.model)
-        if isinstance(command, _Abort):
-            if engine is not None:
-                engine.abort(command.request_id)
-            return None
-        if engine is None:
-            return _ended(command.request.id, _unloaded(command.model))
+    def _submit(self, model: str, request: Request) -> None:
+        engine = self._engines.get(model)
         try:
-            engine.submit(command.request)
-        except ServeError as error:
-            return _ended(command.request.id, error)
+            if engine is None:
+                raise _unloaded(model)
+            engine.submit(request)
+            return
+        except ServeError as refused:
+            error = refused
         except Exception:  # a bug in accepting one request must not end the thread
             log.exception("a request could not be queued")
-            return _ended(command.request.id, RequestFailed("The request could not be queued."))
-        return None
+            error = RequestFailed("The request could not be queued.")
+        self._call(self._dispatch, [_ended(request.id, error)])
 
-    def _put(self, command: _Put) -> None:
-        model = command.model
-        others = {name: engine for name, engine in self._engines.items() if name != model}
-        if command.engine is None:
+    def _abort(self, model: str, request_id: str) -> None:
+        if (engine := self._engines.get(model)) is not None:
+            engine.abort(request_id)
+
+    def _put(self, model: str, engine: Engine | None) -> None:
+        others = {name: other for name, other in self._engines.items() if name != model}
+        if engine is None:
             self._engines = others
             self._outlooks.pop(model, None)
         else:
-            self._engines = others | {model: command.engine}
-            self._outlooks[model] = command.engine.outlook()
+            self._engines = others | {model: engine}
+            self._outlooks[model] = engine.outlook()
         self._stepped[model] = time.monotonic()
-        self._call(_settle, command.answer, None)
 
-    def _outcome(self, question: _Question) -> object:
-        engine = self._engines.get(question.model)
+    def _outcome(self, model: str, question: Callable[[Engine], object], changes: bool) -> object:
+        engine = self._engines.get(model)
         if engine is None:
-            return _unloaded(question.model)
+            return _unloaded(model)
         try:
-            return question.put(engine)
+            return question(engine)
         except ServeError as error:
             return error
         except Exception:  # of any kind: a look that fails must not end the thread
-            if question.changes:  # but half a change may have left a cache that contradicts itself
+            if changes:  # but half a change may have left a cache that contradicts itself
                 raise
             log.exception("a question about a cache could not be answered")
             return RequestFailed("The cache could not be inspected.")
