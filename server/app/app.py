@@ -28,12 +28,10 @@ from ropewalk.server.http.door import Door, Shedder
 from ropewalk.server.http.middleware import (
     Addressed,
     Admission,
-    AllowedHosts,
     Auth,
     BodyLimit,
+    Callers,
     Guard,
-    Hosts,
-    Keys,
     Origins,
     Paths,
     Recorded,
@@ -75,7 +73,7 @@ def create_app(
         share_interpreter()
         try:
             # For server/http/protocol.py.
-            yield {"unread": log.unread, "shedder": Shedder(door, drain, identify, log)}
+            yield {"unread": log.unread, "shedder": Shedder(door, drain, callers.client, log)}
         finally:
             await models.close()
             await engine.stop()
@@ -94,13 +92,7 @@ def create_app(
     )
     app.state.drain, app.state.models = drain, models
     door = Door(dict.fromkeys(models.names.values()), engine.outlook)
-    hosts, keys = Hosts(options.allowed_hosts), Keys(options.api_keys)
-
-    def identify(scope: Scope) -> str:
-        if options.allowed_hosts:
-            hosts.check(scope)
-        return keys.client(scope) if options.api_keys else ""
-
+    callers = Callers(options.allowed_hosts, options.api_keys)
     serving = Serving(models, engine, metrics, drain, options)
     routers = [] if loader is None else [model_routes(serving, loader)]
     routers += [openai_routes(serving), translated_routes(serving)]
@@ -125,10 +117,8 @@ def create_app(
     # Innermost first.
     app.add_middleware(BodyLimit, limit=_body_limit(models, options))
     app.add_middleware(Admission, drain=drain, door=door)
-    if options.api_keys:
-        app.add_middleware(Auth, keys=keys, shared_prefixes=options.share_prefixes)
-    if options.allowed_hosts:
-        app.add_middleware(AllowedHosts, hosts=hosts)
+    if options.api_keys or options.allowed_hosts:
+        app.add_middleware(Auth, callers=callers, shared_prefixes=options.share_prefixes)
     app.add_middleware(Guard)
     if options.allowed_origins:  # without these headers browsers cannot even read errors
         app.add_middleware(Origins, origins=options.allowed_origins)

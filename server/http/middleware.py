@@ -115,6 +115,8 @@ class Addressed:
     That is a path without the slashes that clients put behind it, and without a proxy's `prefix`;
     but one that the API has stays as it is, since the prefix may be /v1. The server itself leaves
     out the body for HEAD.
+
+    It is the outermost: what is inside sees nothing but requests.
     """
 
     def __init__(self, app: ASGIApp, prefix: str, paths: Paths) -> None:
@@ -123,8 +125,9 @@ class Addressed:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
+        if scope["type"] != "http":  # the server starts, or stops
+            await scope["app"].router(scope, receive, send)
+            return
         path, method = scope["path"], scope["method"]
         state_of(scope)["method"] = method
         prefixed = self._prefix and f"{path}/".startswith(f"{self._prefix}/")
@@ -132,7 +135,7 @@ class Addressed:
             path = path.removeprefix(self._prefix)
         path = path.rstrip("/") or "/"
         method = "GET" if method == "HEAD" else method
-        return await self._app({**scope, "path": path, "method": method}, receive, send)
+        await self._app({**scope, "path": path, "method": method}, receive, send)
 
 
 class Recorded:
@@ -147,8 +150,6 @@ class Recorded:
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         began, state = time.perf_counter(), state_of(scope)
         own = choose_id(header(scope, b"x-request-id"))
         # A connection that was refused meanwhile has given it one already.
@@ -204,7 +205,7 @@ class Traced:
         self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in ANSWERED or scope["method"] != "POST":
+        if scope["path"] not in ANSWERED or scope["method"] != "POST":
             return await self._app(scope, receive, send)
         began = time.time_ns()
         try:
@@ -250,8 +251,6 @@ class Guard:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         try:
             await self._app(scope, receive, send)
         except ClientDisconnect:
@@ -286,7 +285,7 @@ class Admission:
         self._door = door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _PROBES:
+        if scope["path"] in _PROBES:
             return await self._app(scope, receive, send)
         if self._drain.draining:
             raise self._drain.refusal()
@@ -302,14 +301,25 @@ class Admission:
             self._drain.in_flight -= 1
 
 
-class Hosts:
-    """The names by which this server may be asked: a web page may aim others at a loopback port."""
+class Callers:
+    """Who may ask: by the server's names, any if there are none, and with the API keys likewise.
 
-    def __init__(self, names: Collection[str]) -> None:
+    Names, since a web page may aim others at a loopback port. Each key is a client.
+    """
+
+    def __init__(self, names: Collection[str], keys: Collection[str]) -> None:
         self._names = frozenset(name.lower() for name in names)
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def check(self, scope: Scope) -> None:
+    def client(self, scope: Scope) -> str:
+        """Whose key a request brings, "" without keys. Raises WrongHost, Unauthorized."""
+        self.check_host(scope)
+        return self.check_key(scope)
+
+    def check_host(self, scope: Scope) -> None:
         """Raises WrongHost."""
+        if not self._names:
+            return
         host = (header(scope, b"host") or b"").decode("latin-1").lower()
         name = re.sub(r":[0-9]*\Z", "", host)
         if name not in self._names:
@@ -318,31 +328,13 @@ class Hosts:
                 "such as localhost where it is on your machine, or start it with --allowed-host"
             )
 
-
-class AllowedHosts:
-    """Refuses requests for other host names."""
-
-    def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
-        self._app = app
-        self._hosts = hosts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            self._hosts.check(scope)
-        return await self._app(scope, receive, send)
-
-
-class Keys:
-    """The API keys, each of them a client."""
-
-    def __init__(self, keys: Collection[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def client(self, scope: Scope) -> str:
-        """Whose key a request brings. Raises Unauthorized.
+    def check_key(self, scope: Scope) -> str:
+        """Whose it is. Raises Unauthorized.
 
         Anthropic's clients send a key as x-api-key, some of them beside another as a bearer's.
         """
+        if not self._digests:
+            return ""
         scheme, _, bearer = (header(scope, b"authorization") or b"").partition(b" ")
         sent = (bearer if scheme.lower() == b"bearer" else b"", header(scope, b"x-api-key"))
         given = [hashlib.sha256(key).digest() for key in sent if key]
@@ -356,25 +348,26 @@ class Keys:
 
 
 class Auth:
-    """Requires one of the keys for every path that is not open.
+    """Lets only its callers in, but for paths that are open.
 
     Puts a salt in the state, so that prefixes are not shared between keys, unless
     `shared_prefixes` is set.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, shared_prefixes: bool) -> None:
+    def __init__(self, app: ASGIApp, callers: Callers, shared_prefixes: bool) -> None:
         self._app = app
-        self._keys = keys
+        self._callers = callers
         self._shared = shared_prefixes
         self._secret = secrets.token_bytes(16)  # so that what tells of salts tells of no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The path that the router sees, never a URL built from headers.
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS or wants_page(scope)
-        if not is_open:
-            client, state = self._keys.client(scope), state_of(scope)
-            state["client"] = client
-            state["salt"] = "" if self._shared else self._salt(client)
+        if scope["path"] not in OPEN_PATHS:
+            self._callers.check_host(scope)
+            if not wants_page(scope):
+                client, state = self._callers.check_key(scope), state_of(scope)
+                state["client"] = client
+                state["salt"] = self._salt(client) if client and not self._shared else ""
         return await self._app(scope, receive, send)
 
     def _salt(self, client: str) -> str:
@@ -389,8 +382,6 @@ class BodyLimit:
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         length = header(scope, b"content-length")
         if length is not None and length.isdigit() and int(length[:19]) > self._limit:
             raise self._too_large()
