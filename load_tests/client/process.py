@@ -115,6 +115,16 @@ def start(title: str, words: Sequence[str], log: Path) -> ServerProcess:
     return ServerProcess(title, words, log, popen)
 
 
+def processor_s(pid: int, thread: int | None = None) -> float:
+    """What a process, or one thread of it, has taken so far; 0 where Linux does not say."""
+    folder = Path(f"/proc/{pid}") / ("" if thread is None else f"task/{thread}")
+    try:
+        fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def free_port() -> int:
     """A port on which no program listens now."""
     with socket.socket() as probe:

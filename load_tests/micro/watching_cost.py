@@ -12,37 +12,19 @@ rounds say what watching costs; asked for is less than 1 % of throughput.
 
 import argparse
 import asyncio
-import json
-import os
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from ropewalk.load_tests.client.client import Server, fetch
-from ropewalk.load_tests.client.process import ServerProcess
+from ropewalk.load_tests.client.process import ServerProcess, processor_s
 from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.report.statistics import median_of
 
 _GENERATED = re.compile(rb"^ropewalk_generated_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 WARM_S, SETTLING_S = 10.0, 0.5  # prompts, and what begins slowly
-
-
-async def read_on(server: Server, head: str, body: bytes = b"") -> int:
-    """Send a request and read its answer to the end; returns how many bytes it had."""
-    reader, writer = await asyncio.open_connection(server.host, server.port)
-    try:
-        length = f"content-length: {len(body)}\r\ncontent-type: application/json\r\n"
-        fields = f"host: {server.host}\r\nconnection: close\r\n{length if body else ''}"
-        writer.write(f"{head} HTTP/1.1\r\n{fields}\r\n".encode() + body)
-        count = 0
-        while data := await reader.read(1 << 16):
-            count += len(data)
-        return count
-    finally:
-        writer.close()
 
 
 async def answered(server: Server, number: int, tokens: int) -> None:
@@ -51,7 +33,7 @@ async def answered(server: Server, number: int, tokens: int) -> None:
     while True:
         ids = draw.choices(range(100, 4000), k=64 + number)
         body = {"prompt": ids, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        await read_on(server, "POST /v1/completions", json.dumps(body).encode())
+        await fetch(server, "POST", "/v1/completions", body)
 
 
 @asynccontextmanager
@@ -77,24 +59,18 @@ class Rate(NamedTuple):
     busy: float  # seconds of processors per token
 
 
-def processor_s(process: ServerProcess) -> float:
-    """What all its threads have taken so far."""
-    fields = Path(f"/proc/{process.popen.pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 async def rate(server: Server, process: ServerProcess, seconds: float, watchers: int) -> Rate:
     """While so many watch."""
-    loop = asyncio.get_running_loop()
+    loop, pid = asyncio.get_running_loop(), process.popen.pid
     watching = [
-        asyncio.ensure_future(read_on(server, "GET /v1/cache/stream")) for _ in range(watchers)
+        asyncio.ensure_future(fetch(server, "GET", "/v1/cache/stream")) for _ in range(watchers)
     ]
     async with beside(*watching):
         await asyncio.sleep(SETTLING_S)
-        before, busy, began = await generated(server), processor_s(process), loop.time()
+        before, busy, began = await generated(server), processor_s(pid), loop.time()
         await asyncio.sleep(seconds)
         tokens, taken = await generated(server) - before, loop.time() - began
-        return Rate(tokens / taken, (processor_s(process) - busy) / tokens)
+        return Rate(tokens / taken, (processor_s(pid) - busy) / tokens)
 
 
 async def compare(

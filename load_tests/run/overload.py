@@ -17,11 +17,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
-from ropewalk.load_tests.client.process import ServerProcess, StartFailed
+from ropewalk.load_tests.client.process import ServerProcess, StartFailed, processor_s
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.run.options import add, count
@@ -216,18 +215,7 @@ def phase_of(driven: Driven, spent: Processor, seconds: float) -> Phase:
 
 
 def _processor(pid: int) -> Processor:
-    return Processor(
-        time.process_time(), _spent(f"/proc/{pid}/stat"), _spent(f"/proc/{pid}/task/{pid}/stat")
-    )
-
-
-def _spent(stat: str) -> float:
-    """Processor time in one of Linux's files; 0 elsewhere."""
-    try:
-        fields = Path(stat).read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return Processor(time.process_time(), processor_s(pid), processor_s(pid, thread=pid))
 
 
 def _words(args: argparse.Namespace) -> list[str]:
