@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from statistics import mean, median, quantiles, stdev
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from ropewalk.load_tests.common.rounds import rounds
 from ropewalk.load_tests.micro.in_process import (
     blocks_for,
     new_cache,
@@ -94,14 +95,9 @@ def step_times(made: Mapping[str, Decoder], requests: int) -> dict[str, list[flo
         name: new_cache(each.config, blocks, dtype=each.dtype, device=CPU)
         for name, each in made.items()
     }
-    taken: dict[str, list[float]] = {name: [] for name in made}
-    for number in range(ROUNDS + 1):
-        for name, decoder in made.items():
-            start = time.perf_counter()
-            decoder(batch, caches[name])
-            if number:
-                taken[name].append(time.perf_counter() - start)
-    return taken
+    calls = {name: partial(decoder, batch, caches[name]) for name, decoder in made.items()}
+    taken = list(rounds(calls, ROUNDS, "wall", f"{requests} requests"))
+    return {name: [each[name] for each in taken] for name in made}
 
 
 def compare_weights(made: Mapping[str, Decoder], texts: Sequence[Sequence[int]]) -> None:

@@ -15,11 +15,11 @@ import argparse
 import asyncio
 import json
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from ropewalk.load_tests.common.rounds import Clock, rounds
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.report.statistics import median_of
 from ropewalk.server.cli.serve import from_program
@@ -78,13 +78,6 @@ def end(engine: Engine, count: int) -> None:
     engine.step()
 
 
-def seconds(engine: Engine, clock: Callable[[], float]) -> float:
-    """Of one step."""
-    began = clock()
-    engine.step()
-    return clock() - began
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default="smollm2")
@@ -94,7 +87,7 @@ def main() -> None:
     args = parser.parse_args()
     config = server_config(from_program({"models": [args.model], "kv_memory": 2**30}))
     torch.set_num_threads(args.threads)
-    clock = time.thread_time if args.threads == 1 else time.perf_counter
+    clock: Clock = "processor" if args.threads == 1 else "wall"
     models = [load_models(config, Metrics())[0] for _ in KINDS]
     served = models[0].served
     assert served.grammars is not None, "an encoder-decoder has no grammars"
@@ -116,9 +109,8 @@ def main() -> None:
                 every = KINDS[kind]
                 held = [matcher() if every and i % every == 0 else None for i in range(count)]
                 begin(engine, prompt, params, held)
-            for number in range(args.rounds // len(kinds)):
-                order = random.Random(number).sample(kinds, len(kinds))
-                taken.append({kind: seconds(engines[kind], clock) for kind in order})
+            calls = {kind: engine.step for kind, engine in engines.items()}
+            taken += rounds(calls, args.rounds // len(kinds), clock, f"{count} {first}")
             for engine in engines.values():
                 end(engine, count)
         free = median_of([each["free"] for each in taken]).value

@@ -18,16 +18,19 @@ def test_every_engine_has_every_role(monkeypatch, capsys):
     roles = []
 
     def load(*_):
-        return [SimpleNamespace(engine=next(names), served=served)]
+        engine = SimpleNamespace(name=next(names), step=None)
+        return [SimpleNamespace(engine=engine, served=served)]
 
     def begin(engine, prompt, params, held):
-        roles.append((len(held), engine, sum(each is not None for each in held)))
+        roles.append((len(held), engine.name, sum(each is not None for each in held)))
 
     monkeypatch.setattr(mask_cost, "load_models", load)
     monkeypatch.setattr(mask_cost, "Unforced", lambda *_: "a matcher")
     monkeypatch.setattr(mask_cost, "begin", begin)
     monkeypatch.setattr(mask_cost, "end", lambda engine, count: None)
-    monkeypatch.setattr(mask_cost, "seconds", lambda engine, clock: 0.001)
+    monkeypatch.setattr(
+        mask_cost, "rounds", lambda calls, count, *_: [dict.fromkeys(calls, 0.001)] * count
+    )
     monkeypatch.setattr("sys.argv", ["mask_cost", "--rounds", "9"])
     mask_cost.main()
     of_many = [(engine, held) for count, engine, held in roles if count == 32]
