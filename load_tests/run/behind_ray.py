@@ -25,6 +25,7 @@ from typing import Any
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, fetch, get_json
 from ropewalk.load_tests.client.process import StartFailed
+from ropewalk.load_tests.run.behind_routers import Made, load
 from ropewalk.load_tests.run.replicas import (
     Sent,
     Sizes,
@@ -36,7 +37,7 @@ from ropewalk.load_tests.run.replicas import (
     send_disturbed,
     table,
 )
-from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
+from ropewalk.load_tests.run.serving import terminated_as_interrupted
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "ray" / "ropewalk.yaml"
 ROUTERS = {
@@ -221,22 +222,9 @@ class Check:
         return configuration(name, router, self._model, port, replicas, **args)
 
 
-async def one_server(model: str, sizes: Sizes, out: Path) -> Sent:
-    """The load on one server without Ray, which has the cache of both replicas."""
-
-    async def measure() -> Sent:
-        server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=60)
-        words = [*PROGRAM, model, "--host", server.host, "--port", str(server.port)]
-        words += ["--kv-memory", str(2 * _KV), "--kv-spill", "0", "--dtype", "float32"]
-        with process.start("the server", words, out / "server.log") as started:
-            await started.answers(server)
-            return await send_all("one server", server, sizes)
-
-    return await kept(out / "one server.json", model, sizes, measure)
-
-
 async def measure(model: str, sizes: Sizes, out: Path) -> int:
-    one = await one_server(model, sizes, out)
+    # It has the cache of both replicas.
+    one = await load(Made(sys.executable, model, out).one_server("Ray"), model, sizes, out)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as logs:
         async with ray_cluster(Path(logs)) as cluster:
             check = Check(cluster, model, sizes, out)
