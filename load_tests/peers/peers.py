@@ -5,12 +5,12 @@ because not every peer accepts token ids, and end-of-text never ends an answer.
 """
 
 import argparse
-import asyncio
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -40,16 +40,15 @@ from ropewalk.load_tests.peers.systems import (
     system_from,
 )
 from ropewalk.load_tests.run.bench import (
-    COULD_NOT,
     Measured,
     as_result,
     complete_options,
     report,
+    run_to_end,
     typed_again,
 )
 from ropewalk.load_tests.run.options import add, checked, count
 from ropewalk.load_tests.run.runner import NoSuccess, Runner
-from ropewalk.load_tests.run.serving import terminated_as_interrupted
 from ropewalk.load_tests.workload.prompts import PromptMaker
 
 _PROGRAM = ("python", "-m", "ropewalk.load_tests.peers.peers")
@@ -138,16 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete_options(args, "peers")
     measured = Measured()
     progress = Progress(sys.stderr)
-    status, reason = 0, ""
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
-        with terminated_as_interrupted():
-            asyncio.run(_measure(systems, args, measured, progress))
-    except COULD_NOT as error:
-        status, reason = 2, str(error)
-    except KeyboardInterrupt:
-        status, reason = 130, "interrupted"
-    progress.clear()
+    status, reason = run_to_end(
+        partial(_measure, systems, args, measured, progress), args.out, progress
+    )
     if reason:
         print(f"ropewalk.load_tests.peers.peers: {reason}", file=sys.stderr)
         measured.warnings.append(f"The comparison ended early ({reason}); results are incomplete.")

@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,17 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = typed_again(("ropewalk", "bench"), words, args.seed)
     measured = Measured()
     progress = Progress(sys.stderr)
-    try:
-        Path(args.out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
-        with terminated_as_interrupted():
-            asyncio.run(_measure(args, measured, progress))
-    except COULD_NOT as error:
-        status, reason = 2, str(error)
-    except KeyboardInterrupt:
-        status, reason = 130, "interrupted"
-    else:
-        status, reason = 0, ""
-    progress.clear()
+    status, reason = run_to_end(partial(_measure, args, measured, progress), args.out, progress)
     if not measured.runs:
         print(f"ropewalk bench: nothing was measured: {reason}", file=sys.stderr)
         return status
@@ -81,6 +71,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured.warnings.append(f"The load test ended early ({reason}); results are incomplete.")
     served = report(as_result(command, args, measured), Path(args.out))
     return status or served
+
+
+def run_to_end(
+    measure: Callable[[], Coroutine[object, object, None]], out: str, progress: Progress
+) -> tuple[int, str]:
+    """Measures, with the folder `out` there: the exit status, and the reason if it ended early."""
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
+        with terminated_as_interrupted():
+            asyncio.run(measure())
+    except COULD_NOT as error:
+        return 2, str(error)
+    except KeyboardInterrupt:
+        return 130, "interrupted"
+    finally:
+        progress.clear()
+    return 0, ""
 
 
 def complete_options(args: argparse.Namespace, kind: str) -> None:
