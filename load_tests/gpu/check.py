@@ -26,7 +26,7 @@ from ropewalk.load_tests.micro.measured import add_place, heading, place_of, run
 from ropewalk.load_tests.micro.roofline import Ceiling, ceiling, kv_bytes, weight_bytes
 from ropewalk.load_tests.micro.step_cost import VARIANTS
 from ropewalk.load_tests.report.formatting import digits
-from ropewalk.load_tests.run.options import add, count, counts
+from ropewalk.load_tests.run.options import add, count, counts, program
 from ropewalk.model.formatting import in_one_line
 from ropewalk.model.kernels.triton.launches import FEW_ROWS
 from ropewalk.model.loading.random_weights import SHAPES
@@ -109,12 +109,7 @@ def _report(report: Report, words: Sequence[str], args: argparse.Namespace) -> i
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.gpu.check",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("python -m ropewalk.load_tests.gpu.check", _DESCRIPTION, _EPILOG)
     shapes = f"some of {', '.join(SHAPES)} (default: smollm2,llama-1b)"
     add(options, "--shapes A,B", _shapes, ("smollm2", "llama-1b"), shapes)
     systems = f"some of {OWN},{PEER} (default: both)"

@@ -1,6 +1,5 @@
 """What weights, keys and values in few bits cost and give: `--help` describes the method."""
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from ropewalk.load_tests.micro.in_process import (
     step_of,
     untouched_cache,
 )
+from ropewalk.load_tests.run.options import program
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import create
 from ropewalk.model.family.texts import corpus
@@ -131,11 +131,7 @@ def compare_times(made: Mapping[str, Decoder]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.micro.few_bits",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(argv)
+    program("python -m ropewalk.load_tests.micro.few_bits", _DESCRIPTION).parse_args(argv)
     path = stored(SMOLLM2, "smollm2")
     if path is None:
         print("SmolLM2's weights are missing; fetch them: ropewalk pull smollm2", file=sys.stderr)

@@ -16,7 +16,7 @@ from ropewalk.load_tests.micro.profile_engine import (
 )
 from ropewalk.load_tests.micro.profile_http import http_times
 from ropewalk.load_tests.report.formatting import fine_milliseconds, percent
-from ropewalk.load_tests.run.options import add, count, counts
+from ropewalk.load_tests.run.options import add, count, counts, program
 from ropewalk.load_tests.run.serving import FAMILY, SHAPE, parse_serve
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -78,12 +78,7 @@ def _report(measured: list[Profile], words: Sequence[str], args: argparse.Namesp
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="ropewalk bench --profile-step",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("ropewalk bench --profile-step", _DESCRIPTION, _EPILOG)
     options.add_argument("--profile-step", action="store_true", help=argparse.SUPPRESS)
     model = f"{SHAPE}NAME or the path of a config.json (default: %(default)s)"
     add(options, "--serve MODEL", _shape, "shape:smollm2", model)

@@ -17,7 +17,7 @@ from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, 
 from ropewalk.load_tests.micro.scaling_parts import AHEAD, HELD, SIZES, Part, parts
 from ropewalk.load_tests.report.charts import Mark, Series, lines, plain
 from ropewalk.load_tests.report.formatting import fine_milliseconds
-from ropewalk.load_tests.run.options import add, counts
+from ropewalk.load_tests.run.options import add, counts, program
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
@@ -131,12 +131,7 @@ def growth_of(part: Part, taken: Sequence[Mapping[int, float]]) -> Growth:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.micro.scaling",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("python -m ropewalk.load_tests.micro.scaling", _DESCRIPTION, _EPILOG)
     add_options(options, shape="small")
     for name, counted in SIZES.items():
         meaning = f"{counted}, from small to large (default: {_DEFAULTS[name]})"

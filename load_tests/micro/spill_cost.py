@@ -23,7 +23,7 @@ from ropewalk.load_tests.micro.measured import (
     write,
 )
 from ropewalk.load_tests.report.formatting import milliseconds
-from ropewalk.load_tests.run.options import add, count
+from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.model.kernels.backends import sampler_of
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
@@ -185,12 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.micro.spill_cost",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("python -m ropewalk.load_tests.micro.spill_cost", _DESCRIPTION, _EPILOG)
     add_shape(options, "smollm2")
     add_device(options)
     add_threads(options)

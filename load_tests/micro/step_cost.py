@@ -14,7 +14,7 @@ from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, 
 from ropewalk.load_tests.report.charts import Mark, Series, dots
 from ropewalk.load_tests.report.formatting import milliseconds, signed
 from ropewalk.load_tests.report.plot import percent_tick
-from ropewalk.load_tests.run.options import add, count
+from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
 from ropewalk.server.errors import CommandError
@@ -130,12 +130,7 @@ def verdict(ratio: Estimate, limit: float) -> Verdict:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.micro.step_cost",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("python -m ropewalk.load_tests.micro.step_cost", _DESCRIPTION, _EPILOG)
     add_options(options, shape="small")
     variants = f"variants compared with {ZERO} (default: %(default)s)"
     add(options, "--variants A,B", str, ",".join(VARIANTS[1:]), variants)

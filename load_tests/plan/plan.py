@@ -39,7 +39,7 @@ from ropewalk.load_tests.plan.routing import Policy, policies
 from ropewalk.load_tests.plan.service import Service, mean, measure, read
 from ropewalk.load_tests.plan.simulate import simulate
 from ropewalk.load_tests.plan.traffic import Traffic
-from ropewalk.load_tests.run.options import add, count, counts
+from ropewalk.load_tests.run.options import add, count, counts, program
 from ropewalk.load_tests.run.serving import PROGRAM, terminated_as_interrupted
 from ropewalk.report.svg import svg
 
@@ -215,12 +215,7 @@ def _write(name: Path, content: Mapping[str, object], service: Service, drawn: s
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.plan.plan",
-        description=__doc__,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("python -m ropewalk.load_tests.plan.plan", __doc__, _EPILOG)
     source = options.add_mutually_exclusive_group(required=True)
     source.add_argument("--serve", metavar="MODEL", help="start two servers of it, and compare")
     source.add_argument("--url", action="append", help="a server that runs; repeatable: replicas")

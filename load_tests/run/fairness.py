@@ -23,7 +23,7 @@ from ropewalk.load_tests.client.client import (
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Request
-from ropewalk.load_tests.run.options import add, count
+from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.prompts import PromptMaker
 
@@ -96,11 +96,7 @@ async def _measure(
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.run.fairness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = program("python -m ropewalk.load_tests.run.fairness", __doc__)
     model = "what to serve, as `ropewalk serve` takes it (%(default)s)"
     add(options, "--model MODEL", str, "smollm2", model)
     add(options, "--prompts N", count, 1024, "in the list (%(default)s)")

@@ -178,6 +178,18 @@ def _add_variant_options(options: argparse.ArgumentParser) -> None:
     add(variants, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
 
 
+def program(
+    name: str, description: str | None, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser for a program that is called by that name; its texts keep their lines."""
+    return argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def add(
     group: argparse._ActionsContainer,
     flag: str,

@@ -23,7 +23,7 @@ from ropewalk.load_tests.client.client import Server, Unreachable, complete, get
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed, processor_s
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Profile, Request
-from ropewalk.load_tests.run.options import add, count
+from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.arrivals import Driven, drive
 from ropewalk.load_tests.workload.prompts import PromptMaker
@@ -226,12 +226,11 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.run.overload",
-        description=__doc__,
-        epilog="Exit status: 0 when every request was served or refused with 429, 1 when not,\n"
+    options = program(
+        "python -m ropewalk.load_tests.run.overload",
+        __doc__,
+        "Exit status: 0 when every request was served or refused with 429, 1 when not,\n"
         "2 when the server does not start, or ends.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = "what to serve, as `ropewalk serve` takes it (%(default)s)"
     add(options, "--model MODEL", str, "ropewalk-rope", model)

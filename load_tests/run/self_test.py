@@ -7,7 +7,6 @@ the client must keep up with a rate and not with itself; what one core could do 
 the client's processor time, which other work on the machine does not change.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from ropewalk.load_tests.client.client import DIALECTS, Server, complete
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Profile, Request
+from ropewalk.load_tests.run.options import program
 from ropewalk.load_tests.workload.arrivals import Driven, drive
 
 TOKENS_PER_S = 2000  # that one core must reach
@@ -68,11 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["stub"]:
         asyncio.run(_serve())
         return 0
-    argparse.ArgumentParser(
-        prog="python -m ropewalk.load_tests.run.self_test",
-        description=__doc__,
-        epilog="Takes 12 seconds. Exit status: 0 when it is fast enough, 1 when not.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    program(
+        "python -m ropewalk.load_tests.run.self_test",
+        __doc__,
+        "Takes 12 seconds. Exit status: 0 when it is fast enough, 1 when not.",
     ).parse_args(words)
     command = [sys.executable, "-m", "ropewalk.load_tests.run.self_test", "stub"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as stub:

@@ -32,7 +32,7 @@ from ropewalk.load_tests.client.client import (
 )
 from ropewalk.load_tests.client.exchange import Answer, exchange
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
-from ropewalk.load_tests.run.options import add
+from ropewalk.load_tests.run.options import add, program
 from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.prompts import WORDS
 
@@ -348,12 +348,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
-        prog="scripts/soak",
-        description=__doc__,
-        epilog="Exit status: 0 when nothing is wrong, 1 when something is, which is printed, 2 "
+    options = program(
+        "scripts/soak",
+        __doc__,
+        "Exit status: 0 when nothing is wrong, 1 when something is, which is printed, 2 "
         "when the server does not start.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     options.add_argument("models", nargs="*", default=MODELS, help="as `ropewalk serve` takes them")
     add(options, "--minutes N", float, 30.0, "of load (%(default)s)")
