@@ -243,13 +243,13 @@ def http_url(value: str) -> str:
     raise ValueError(f"{value!r} is not an address; write for example http://localhost:4318")
 
 
-T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions)
+T = TypeVar("T", ModelOptions, CacheOptions, LimitOptions, HttpOptions, ServerConfig)
 
 
-def _of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """A dataclass whose fields are named like options."""
-    names = (field.name for field in fields(kind))
-    return kind(**{name: values[name] for name in names})
+def _of(kind: type[T], values: Mapping[str, Any], **others: Any) -> T:
+    """A dataclass whose fields are named like options, but for `others`."""
+    named = {field.name: values[field.name] for field in fields(kind) if field.name in values}
+    return kind(**{**named, **others})
 
 
 def server_config(values: Mapping[str, Any]) -> ServerConfig:
@@ -259,42 +259,32 @@ def server_config(values: Mapping[str, Any]) -> ServerConfig:
     members = [member for source in sources for member in _members(source)]
     named = _named(members, values["served_model_name"])
     at_once = most or max(len(named), USUAL_MODELS if found else 1)
-    config = ServerConfig(
+    config = _of(
+        ServerConfig,
+        values,
         models=named[:at_once],
         others=(*named[at_once:], *found),
         max_models=at_once,
         come_and_go=bool(most or found or values["models_autoload"]),
-        models_autoload=values["models_autoload"],
         loading=_of(ModelOptions, values),
         cache=_of(CacheOptions, values),
         limits=_of(LimitOptions, values),
-        http=HttpOptions(
+        http=_of(
+            HttpOptions,
+            values,
             api_keys=frozenset(chain(values["api_key"], *values["api_key_file"])),
             allowed_hosts=_allowed_hosts(
                 None if values["uds"] else values["host"], values["allowed_host"]
             ),
             allowed_origins=frozenset(values["allowed_origin"]),
-            share_prefixes=values["share_prefixes"],
             operator_routes=_operator_routes(values),
-            access_log=values["access_log"],
             max_body_bytes=values["max_body"],
             request_timeout_s=values["request_timeout"],
             # Who has waited for too long is found a moment later, and told so by a status.
             first_ping_s=max(values["max_queue_time"] + 5.0, 15.0),
-            root_path=values["root_path"],
-            explorer=values["explorer"],
         ),
         events=_events(values),
-        host=values["host"],
-        port=values["port"],
-        uds=values["uds"],
-        ssl_certfile=values["ssl_certfile"],
-        ssl_keyfile=values["ssl_keyfile"],
         drain_timeout_s=values["drain_timeout"],
-        metrics_compat=values["metrics_compat"],
-        otlp_endpoint=values["otlp_endpoint"],
-        log_level=values["log_level"],
-        log_format=values["log_format"],
     )
     _check(config)
     return config
