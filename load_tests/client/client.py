@@ -7,9 +7,9 @@ with a reason, because a stream cut short would otherwise improve every mean.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 from urllib.parse import urlsplit
 
 from ropewalk.load_tests.client.exchange import Answer, exchange
@@ -23,22 +23,10 @@ class Unreachable(Exception):
     """The server did not answer a request made beside the load."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """How a server's `/v1/completions` differs from vLLM's."""
-
-    name: str
-    usage_option: bool  # `stream_options` gets usage in every chunk and in one at the end
-    done_marker: bool  # the stream ends with [DONE]
-    ignore_eos: bool  # it accepts the field
-    token_ids: bool  # a prompt may be a list of token ids
-
-
-DIALECTS: Mapping[str, Dialect] = {
-    "openai": Dialect("openai", True, True, True, True),
-    # `transformers serve` refuses unknown fields and ends its streams with the usage chunk.
-    "transformers": Dialect("transformers", False, False, False, False),
-}
+# `transformers serve` refuses fields that vLLM has and prompts of token ids, and ends its streams
+# with the usage chunk.
+Dialect = Literal["openai", "transformers"]
+DIALECTS: Sequence[Dialect] = get_args(Dialect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +35,8 @@ class Server:
 
     host: str
     port: int
-    dialect: Dialect
     model: str | None = None
+    dialect: Dialect = "openai"
     ignore_eos: bool = True
     api_key: str | None = None
     timeout_s: float = 600.0  # for a whole answer
@@ -157,10 +145,10 @@ def completion_body(server: Server, request: Request) -> dict[str, object]:
     }
     if server.model is not None:
         body["model"] = server.model
-    if server.dialect.usage_option:
+    if server.dialect == "openai":
         body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
-    if server.dialect.ignore_eos and server.ignore_eos:
-        body["ignore_eos"] = True
+        if server.ignore_eos:
+            body["ignore_eos"] = True
     return {**body, **request.extra}
 
 
@@ -201,7 +189,7 @@ class _Stream(Answer):
     def verdict(self) -> str | None:
         if (refused := super().verdict()) is not None:
             return refused
-        if self._dialect.done_marker and not self._done:
+        if self._dialect == "openai" and not self._done:
             return "the stream ended without [DONE]"
         if not self._counted:
             return "the stream ended without a usage chunk"

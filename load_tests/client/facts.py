@@ -23,11 +23,9 @@ async def variants_of(server: Server, models: Sequence[str]) -> list[Variant]:
 
     A variant is labelled with its model; the caller adds the server if there are several.
     """
-    if not server.dialect.token_ids:  # its /v1/models lists downloads, not what it serves
+    if server.dialect == "transformers":  # its /v1/models lists downloads, not what it serves
         names = models or (server.model,)
-        return [
-            Variant(name or server.dialect.name, replace(server, model=name), "") for name in names
-        ]
+        return [Variant(name or server.dialect, replace(server, model=name), "") for name in names]
     cards = await _cards(server)
     wanted = list(models) or list(cards)[:1]
     for name in wanted:
@@ -44,7 +42,7 @@ async def variants_of(server: Server, models: Sequence[str]) -> list[Variant]:
 
 async def facts_of(variant: Variant) -> Facts:
     """What a variant's server says about its model. Raises Unreachable."""
-    if not variant.server.dialect.token_ids:
+    if variant.server.dialect == "transformers":
         return Facts()
     card = (await _cards(variant.server)).get(variant.server.model or "", {})
     return Facts(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
-from ropewalk.load_tests.client.client import DIALECTS, Unreachable, fetch
 from ropewalk.load_tests.client.client import Server as Address
+from ropewalk.load_tests.client.client import Unreachable, fetch
 from ropewalk.load_tests.micro.engines import manager_of
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache
 from ropewalk.load_tests.micro.profile_engine import Stopwatch, metrics_for, watched
@@ -130,7 +130,7 @@ class Steady:
 async def _stream(port: int, requests: int, tokens: int) -> None:
     """Raises CommandError."""
     body = {"prompt": [1, 1], "max_tokens": tokens, "temperature": 0.0, "stream": True}
-    address = Address(HOST, port, DIALECTS["openai"])
+    address = Address(HOST, port)
     asked = (fetch(address, "POST", "/v1/completions", body) for _ in range(requests))
     try:
         streams = await asyncio.gather(*asked)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Dialect, Server
+from ropewalk.load_tests.client.client import Dialect, Server
 
 OURS = "{python} -m ropewalk serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
 ROPEWALK = "ropewalk"
@@ -23,37 +23,33 @@ _FEW_BITS = ("int8", "int4")
 _ROUND = frozenset({ROPEWALK, "llamacpp", "openvino"})
 _PROC = Path("/proc")
 _SESSION = 3  # index in the fields after the name: state, parent, group, session
-# Peer → its dialect, and the command with {program} for what `--peer` names.
-PEERS: Mapping[str, tuple[str, str]] = {
+# Peer → its command with {program} for what `--peer` names.
+PEERS: Mapping[str, str] = {
     # It has no ignore_eos: only a copy of the model without end-of-text keeps answers from
     # ending early.
     "transformers": (
-        "transformers",
         "{program} -m transformers.cli.transformers serve {model}/bf16-noeos "
         "--continuous-batching --device cpu --dtype {dtype} --attn-implementation sdpa "
         "--cb-max-batch-tokens 2048 --cb-num-blocks 1024 --cb-block-size 32 "
-        "--host {host} --port {port}",
+        "--host {host} --port {port}"
     ),
     # By default it leaves one core unused. Its own documentation recommends both libraries on a
     # CPU.
     "vllm": (
-        "openai",
         "env LD_PRELOAD=libtcmalloc_minimal.so.4:{prefix}/lib/libiomp5.so "
         "VLLM_CPU_KVCACHE_SPACE=2 VLLM_CPU_OMP_THREADS_BIND=0-{last_core} "
         "{program} -m vllm.entrypoints.openai.api_server --model {model}/bf16 "
         "--served-model-name m --dtype {dtype} --max-model-len 4096 --max-num-seqs 32 "
-        "--host {host} --port {port}",
+        "--host {host} --port {port}"
     ),
     # Computes in the type of its file's weights. Room for 1,280 tokens in each of 32 slots.
     "llamacpp": (
-        "openai",
         "{program} -m {model}/{dtype}.gguf -a m -t {cores} -tb {cores} -np 32 --no-kv-unified "
-        "-c 40960 -fa on --cache-ram 0 --host {host} --port {port}",
+        "-c 40960 -fa on --cache-ram 0 --host {host} --port {port}"
     ),
     "openvino": (
-        "openai",
         "{program} -m ropewalk.load_tests.peers.openvino_server "
-        "{model}/openvino {dtype} {cores} {port}",
+        "{model}/openvino {dtype} {cores} {port}"
     ),
 }
 
@@ -92,7 +88,7 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
         raise ValueError(f"{spec}: {dtype} is compared only for {', '.join(sorted(_ROUND))}")
     if name != ROPEWALK and name not in peers:
         raise ValueError(f"{spec} needs its program: add --peer {name}=PATH")
-    dialect, template = ("openai", ours) if name == ROPEWALK else PEERS[name]
+    template = ours if name == ROPEWALK else PEERS[name]
     program = peers.get(name, Path(sys.executable))
     cores = len(os.sched_getaffinity(0))
     command = template.format(
@@ -106,7 +102,7 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
         host=process.HOST,
         port="{port}",
     )
-    return System(spec, DIALECTS[dialect], command)
+    return System(spec, "transformers" if name == "transformers" else "openai", command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator
     began = time.monotonic()
     log = logs / f"{system.name.replace(':', '-')}.log"
     with process.start(system.name, words, log) as started:
-        server = Server(process.HOST, port, system.dialect, timeout_s=timeout_s)
+        server = Server(process.HOST, port, dialect=system.dialect, timeout_s=timeout_s)
         await started.answers(server)
         yield Started(server, started.popen.pid, began)
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, split_base_url
+from ropewalk.load_tests.client.client import Server, Unreachable, split_base_url
 from ropewalk.load_tests.client.environment import environment
 from ropewalk.load_tests.client.facts import facts_of, variants_of
 from ropewalk.load_tests.client.process import StartFailed
@@ -203,7 +203,7 @@ async def _servers(
 
 
 def _server(host: str, port: int) -> Server:
-    return Server(host, port, DIALECTS["openai"])
+    return Server(host, port)
 
 
 def _write(name: Path, content: Mapping[str, object], service: Service, drawn: str) -> None:

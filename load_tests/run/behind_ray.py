@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, fetch, get_json
+from ropewalk.load_tests.client.client import Server, Unreachable, fetch, get_json
 from ropewalk.load_tests.client.process import StartFailed
 from ropewalk.load_tests.run.behind_routers import Made, load
 from ropewalk.load_tests.run.replicas import (
@@ -141,7 +141,7 @@ async def ray_cluster(logs: Path) -> AsyncIterator[Cluster]:
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "ropewalk.server.ray.proxy:middlewares",
     }
-    server = Server(process.HOST, dashboard, DIALECTS["openai"], timeout_s=120, idle_s=120)
+    server = Server(process.HOST, dashboard, timeout_s=120, idle_s=120)
     with process.start("Ray", words, logs / "ray.log") as started:
         began = time.monotonic()
         while True:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, get_json
+from ropewalk.load_tests.client.client import Server, Unreachable, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed
 from ropewalk.load_tests.client.scrape import snapshot
 from ropewalk.load_tests.run.replicas import (
@@ -155,7 +155,7 @@ def _somewhere(ports: range | None = None) -> Server:
     while ports is not None and port not in ports:
         with suppress(OSError), socket.create_server((process.HOST, random.choice(ports))) as free:
             port = free.getsockname()[1]
-    return Server(process.HOST, port, DIALECTS["openai"], timeout_s=60, idle_s=60)
+    return Server(process.HOST, port, timeout_s=60, idle_s=60)
 
 
 def _options(kv: int) -> list[str]:

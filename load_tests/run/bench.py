@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, Variant, split_base_url
+from ropewalk.load_tests.client.client import Server, Unreachable, Variant, split_base_url
 from ropewalk.load_tests.client.environment import environment
 from ropewalk.load_tests.client.facts import Facts, facts_of, least, variants_of
 from ropewalk.load_tests.client.process import StartFailed
@@ -166,7 +166,7 @@ def sizes_within(sizes: Sizes, facts: Collection[Facts]) -> Sizes:
 
 def prompts_for(args: argparse.Namespace, facts: Collection[Facts]) -> Callable[[str], PromptMaker]:
     """Makes, from a seed, prompts that every variant accepts."""
-    form: Form = args.prompt_form or ("ids" if DIALECTS[args.dialect].token_ids else "text")
+    form: Form = args.prompt_form or ("text" if args.dialect == "transformers" else "ids")
     vocabulary = least(each.vocab_size for each in facts) or _DEFAULT_VOCAB
     return lambda seed: PromptMaker(seed, form, vocabulary)
 
@@ -182,7 +182,7 @@ def _complaint(args: argparse.Namespace) -> str | None:
     random = args.serve is not None and args.serve.startswith("shape:")
     if random and any(workload.name == "extrapolate" for workload in args.workload):
         return "extrapolate needs a trained context, which random weights do not have: drop it"
-    if args.prompt_form == "ids" and not DIALECTS[args.dialect].token_ids:
+    if args.prompt_form == "ids" and args.dialect == "transformers":
         return f"the {args.dialect} dialect takes text prompts only: drop --prompt-form ids"
     return None
 
@@ -264,7 +264,7 @@ async def _running(args: argparse.Namespace) -> list[Variant]:
         server = Server(
             host,
             port,
-            DIALECTS[args.dialect],
+            dialect=args.dialect,
             ignore_eos=args.ignore_eos,
             api_key=args.api_key,
             timeout_s=args.timeout,

@@ -146,7 +146,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         help="sent to the servers (default: the environment variable ROPEWALK_API_KEY)",
     )
     server.add_argument(
-        "--dialect", choices=sorted(DIALECTS), default="openai", help="API (default: openai)"
+        "--dialect", choices=DIALECTS, default="openai", help="API (default: openai)"
     )
     server.add_argument(
         "--ignore-eos",

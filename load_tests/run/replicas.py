@@ -20,7 +20,6 @@ from types import MappingProxyType
 from typing import Any
 
 from ropewalk.load_tests.client.client import (
-    DIALECTS,
     Server,
     completion_body,
     encode_request,
@@ -322,7 +321,7 @@ def _counted(before: Sequence[str], after: Sequence[str]) -> tuple[float, float]
 def server_at(url: str, timeout_s: float, model: str | None = None) -> Server:
     """Raises ValueError for what is no base URL."""
     host, port = split_base_url(url)
-    return Server(host, port, DIALECTS["openai"], model, timeout_s=timeout_s, idle_s=timeout_s)
+    return Server(host, port, model, timeout_s=timeout_s, idle_s=timeout_s)
 
 
 def _like(path: Path, sizes: Sizes) -> Sent:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, complete
+from ropewalk.load_tests.client.client import Server, complete
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.run.options import program
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Speed:
     """Poisson arrivals at `rate` tokens per second from a stub at `port`."""
-    server = Server("127.0.0.1", port, DIALECTS["openai"], "stub")
+    server = Server("127.0.0.1", port, "stub")
     arrivals = rate / _OUTPUT_TOKENS
     request = Request(tuple(range(_PROMPT_TOKENS)), _PROMPT_TOKENS, _OUTPUT_TOKENS)
     plan = [request] * round(arrivals * seconds)

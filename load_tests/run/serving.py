@@ -19,7 +19,6 @@ from urllib.parse import quote
 
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import (
-    DIALECTS,
     Server,
     Unreachable,
     Variant,
@@ -119,7 +118,7 @@ def serve_alone(*words: str, api_key: str | None = None) -> Iterator[tuple[Serve
     An interrupt or SIGTERM stops it, too. The process's `log` is there until then. Raises
     StartFailed, with the end of the log, where the server has ended and is therefore Unreachable.
     """
-    server = Server(process.HOST, process.free_port(), DIALECTS["openai"], api_key=api_key)
+    server = Server(process.HOST, process.free_port(), api_key=api_key)
     command = [*PROGRAM, *words, "--host", server.host, "--port", str(server.port)]
     with (
         terminated_as_interrupted(),
@@ -157,7 +156,7 @@ def _groups(
 ) -> list[_Group]:
     def group(*labels: str, setting: str = "", own_context: bool = False) -> _Group:
         """The models are named by the labels."""
-        server = Server(process.HOST, process.free_port(), DIALECTS["openai"], timeout_s=timeout_s)
+        server = Server(process.HOST, process.free_port(), timeout_s=timeout_s)
         variants = tuple(
             Variant(label, replace(server, model=label), label.removesuffix(f":{setting}"), setting)
             for label in labels

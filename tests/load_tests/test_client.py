@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from ropewalk.load_tests.client.client import (
-    DIALECTS,
     Server,
     Unreachable,
     complete,
@@ -37,7 +36,7 @@ DONE = event("[DONE]")
 
 def ask(answer, *, dialect="openai", request=REQUEST, pause_s=0.0, **options) -> Outcome:
     with serving(answer, pause_s) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS[dialect], **options)
+        server = Server("127.0.0.1", running.port, dialect=dialect, **options)
         return asyncio.run(complete(server, request))
 
 
@@ -90,7 +89,7 @@ def test_cached_tokens_are_what_the_server_says():
 
 def test_the_intended_start_is_kept_beside_the_real_one():
     with serving() as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        server = Server("127.0.0.1", running.port)
         outcome = asyncio.run(complete(server, REQUEST, intended=1.0))
     assert outcome.intended == 1.0
     assert outcome.sent > 1.0
@@ -184,14 +183,14 @@ def test_whoever_talks_is_not_idle():
 def test_nobody_listens():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        server = Server("127.0.0.1", taken.getsockname()[1], DIALECTS["openai"])
+        server = Server("127.0.0.1", taken.getsockname()[1])
         outcome = asyncio.run(complete(server, REQUEST))
     assert "cannot connect" in str(outcome.error)
 
 
 def test_what_is_sent():
     with serving() as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"], "tiny", api_key="k")
+        server = Server("127.0.0.1", running.port, "tiny", api_key="k")
         asyncio.run(complete(server, REQUEST))
     assert running.bodies == [
         {
@@ -209,7 +208,7 @@ def test_what_is_sent():
 
 def test_more_fields_of_a_request_reach_the_wire():
     with serving() as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        server = Server("127.0.0.1", running.port)
         asyncio.run(complete(server, replace(REQUEST, extra={"overflow": "shift"})))
     assert running.bodies[0]["overflow"] == "shift"
 
@@ -219,7 +218,7 @@ def test_the_transformers_dialect_sends_no_unknown_field_and_needs_no_done():
     last["usage"] = {"prompt_tokens": 2, "completion_tokens": 2}
 
     with serving(says(*TEXTS, event(last))) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["transformers"])
+        server = Server("127.0.0.1", running.port, dialect="transformers")
         outcome = asyncio.run(complete(server, Request("a b", 2, 2)))
     assert outcome.error is None
     assert set(running.bodies[0]) == {"prompt", "max_tokens", "temperature", "stream"}
@@ -233,7 +232,7 @@ def test_fetch_posts_and_hands_back_the_body():
         return whole("200 OK", "done")
 
     with serving(answer) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        server = Server("127.0.0.1", running.port)
         assert asyncio.run(fetch(server, "POST", "/flush", {"model": "m"})) == b'"done"'
     assert bodies == [("/flush", {"model": "m"})]
 
@@ -244,7 +243,7 @@ def test_get_json_reads_and_refuses():
         return pages.get(path, [b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n<"])
 
     with serving(answer) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        server = Server("127.0.0.1", running.port)
         assert asyncio.run(get_json(server, "/good")) == {"a": 1}
         with pytest.raises(Unreachable, match="status 404"):
             asyncio.run(get_json(server, "/bad"))
@@ -280,14 +279,14 @@ def test_a_proxys_url_is_refused_with_the_reason(url):
 
 
 def test_the_host_of_an_ipv6_address_has_brackets():
-    server = Server("::1", 81, DIALECTS["openai"])
+    server = Server("::1", 81)
     assert b"\r\nHost: [::1]:81\r\n" in encode_request(server, "GET", "/health")
     assert split_base_url(server.url) == ("::1", 81)
 
 
 def test_no_connection_is_left_open():
     with serving(pause_s=0.01) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        server = Server("127.0.0.1", running.port)
 
         async def several() -> list[Outcome]:
             return await asyncio.gather(*(complete(server, REQUEST) for _ in range(8)))

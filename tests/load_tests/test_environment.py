@@ -1,7 +1,7 @@
 import asyncio
 import platform
 
-from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.client import Server
 from ropewalk.load_tests.client.environment import environment
 from tests.load_tests.sse_server import good, serving, whole
 
@@ -11,7 +11,7 @@ def test_the_machine_and_each_server():
         return whole("200 OK", {"version": "9.1"}) if path == "/version" else good(path, body)
 
     with serving(answer) as known, serving() as silent:
-        servers = [Server("127.0.0.1", each.port, DIALECTS["openai"]) for each in (known, silent)]
+        servers = [Server("127.0.0.1", each.port) for each in (known, silent)]
         found = asyncio.run(environment(servers))
     assert found["python"] == platform.python_version()
     assert found["processor"]

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, Variant
+from ropewalk.load_tests.client.client import Server, Unreachable, Variant
 from ropewalk.load_tests.client.facts import Facts, facts_of, least, variants_of
 from tests.load_tests.sse_server import good, serving, whole
 
@@ -23,7 +23,7 @@ def ours(path, body):
 
 def ask(question, answer=ours, dialect="openai"):
     with serving(answer) as running:
-        return asyncio.run(question(Server("127.0.0.1", running.port, DIALECTS[dialect])))
+        return asyncio.run(question(Server("127.0.0.1", running.port, dialect=dialect)))
 
 
 def test_a_variant_for_each_model_asked_for():
@@ -66,9 +66,7 @@ def test_facts_are_the_models_own():
 
 def test_a_server_that_says_little():
     async def facts(server: Server) -> Facts:
-        return await facts_of(
-            Variant("a", Server(server.host, server.port, server.dialect, "tiny"), "")
-        )
+        return await facts_of(Variant("a", Server(server.host, server.port, "tiny"), ""))
 
     assert ask(facts, good) == Facts(vocab_size=1000)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.client import Server
 from ropewalk.load_tests.run import fairness
 from ropewalk.load_tests.run.fairness import main, summary
 from tests.load_tests import sse_server
@@ -33,7 +33,7 @@ def test_a_list_that_is_answered_at_once_compares_nothing(monkeypatch, capsys):
     @contextmanager
     def serve_alone(*_):
         with sse_server.serving(answer) as running:
-            server = Server(process.HOST, running.port, DIALECTS["openai"])
+            server = Server(process.HOST, running.port)
             yield server, SimpleNamespace(answers=at_once)
 
     monkeypatch.setattr(fairness, "serve_alone", serve_alone)

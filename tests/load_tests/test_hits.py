@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, complete, split_base_url
+from ropewalk.load_tests.client.client import Server, complete, split_base_url
 from ropewalk.load_tests.common.types import Profile, Request
 from ropewalk.load_tests.workload.arrivals import drive
 from ropewalk.load_tests.workload.hits import cached_tokens
@@ -124,7 +124,7 @@ def seen(metrics):
 def sent(url, plan, profile):
     """Prompt tokens that each request was told were cached."""
 
-    server = Server(*split_base_url(url), DIALECTS["openai"], "m")
+    server = Server(*split_base_url(url), "m")
 
     async def send(request, intended):
         return await complete(server, request, intended)

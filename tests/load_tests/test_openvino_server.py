@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, complete, get_json
+from ropewalk.load_tests.client.client import Server, complete, get_json
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.peers.openvino_server import Stream, handler, step_forever
 
@@ -72,7 +72,7 @@ def served():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     threading.Thread(target=step_forever, args=(pipe, Tokenizer(), dict, new), daemon=True).start()
     port = server.server_address[1]
-    yield pipe, Server("127.0.0.1", port, DIALECTS["openai"], model="m", timeout_s=10.0)
+    yield pipe, Server("127.0.0.1", port, model="m", timeout_s=10.0)
     server.shutdown()
     server.server_close()
 

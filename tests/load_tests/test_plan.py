@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.client import Server
 from ropewalk.load_tests.common.types import Outcome, Profile
 from ropewalk.load_tests.plan import dispatch, plan, service
 from ropewalk.load_tests.plan.figures import Figures, Row, comparison, figures, off
@@ -257,7 +257,7 @@ def test_times_are_found_again(tmp_path):
 
 def test_a_server_is_measured(monkeypatch):
     served = Served(monkeypatch, STEPS)
-    server = Server("127.0.0.1", 1, DIALECTS["openai"], "m")
+    server = Server("127.0.0.1", 1, "m")
     traffic = Traffic(prefix_tokens=300, tail_tokens=20, concurrency=2)
     found = asyncio.run(service.measure(server, traffic, 1000, "seed"))
     assert [batch for batch, _ in found.steps] == list(service.BATCHES)
@@ -278,7 +278,7 @@ def test_the_requests_of_the_window_share_its_time(workers, monkeypatch):
 
     Served(monkeypatch, STEPS)
     monkeypatch.setattr(service, "drive", drive)
-    server = Server("127.0.0.1", 1, DIALECTS["openai"], "m")
+    server = Server("127.0.0.1", 1, "m")
     traffic, maker = Traffic(concurrency=workers), PromptMaker("s", "ids")
     _, seconds = asyncio.run(service._busy(server, maker, traffic, alike=False))
     assert seconds == pytest.approx(1 / workers)
@@ -286,7 +286,7 @@ def test_the_requests_of_the_window_share_its_time(workers, monkeypatch):
 
 def test_a_trace_is_sent_where_the_policy_says(monkeypatch):
     served = Served(monkeypatch, STEPS)
-    servers = [Server("127.0.0.1", port, DIALECTS["openai"]) for port in (1, 2)]
+    servers = [Server("127.0.0.1", port) for port in (1, 2)]
     traffic = Traffic(prefixes=1, prefix_tokens=100, concurrency=1)
     trace = traffic.trace(2, 20, "seed")
     answered = asyncio.run(

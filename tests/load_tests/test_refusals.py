@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.client import Server
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.run.runner import why_not
 from tests.load_tests.sse_server import good, serving, whole
@@ -12,7 +12,7 @@ SHIFT = {"overflow": "shift"}
 
 def asked(request, *, context, answer=good):
     with serving(answer) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"], "tiny")
+        server = Server("127.0.0.1", running.port, "tiny")
         reason = asyncio.run(why_not(server, context, [request]))
     return reason, running.bodies
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, Variant
+from ropewalk.load_tests.client.client import Server, Unreachable, Variant
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.types import Profile, Run
 from ropewalk.load_tests.run import runner
@@ -54,8 +54,8 @@ class Asked:
 @contextmanager
 def runner_at(answer, *labels: str):
     with serving(answer) as running:
-        server = Server("127.0.0.1", running.port, DIALECTS["openai"])
-        variants = [Variant(label, Server(server.host, server.port, server.dialect, label), label)
+        server = Server("127.0.0.1", running.port)
+        variants = [Variant(label, Server(server.host, server.port, label), label)
                 for label in labels]  # fmt: skip
         runner = Runner(
             lambda seed: PromptMaker(seed, "ids"), SIZES, "seed", Progress(io.StringIO()), BLOCKS
@@ -252,7 +252,7 @@ def test_metrics_that_cannot_be_read_end_no_run(monkeypatch, failure):
     monkeypatch.setattr(runner.scrape, "settled", settled)
 
     async def watch():
-        async with runner._watching(Server("localhost", 1, DIALECTS["openai"])) as view:
+        async with runner._watching(Server("localhost", 1)) as view:
             return await view([])
 
     assert asyncio.run(watch()) is None

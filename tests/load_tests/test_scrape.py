@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ropewalk.load_tests.client.client import DIALECTS, Server, Unreachable, complete
+from ropewalk.load_tests.client.client import Server, Unreachable, complete
 from ropewalk.load_tests.client.scrape import settled, snapshot, view
 from ropewalk.load_tests.common.types import Outcome, Request
 from tests.load_tests.sse_server import serving, whole
@@ -128,7 +128,7 @@ def server(tmp_path_factory):
     app = loaded_app(f"tiny={folder}", *flags)
     with contextlib.ExitStack() as stack:
         url, _ = stack.enter_context(running(app))
-        yield Server("127.0.0.1", int(url.rpartition(":")[2]), DIALECTS["openai"], "tiny")
+        yield Server("127.0.0.1", int(url.rpartition(":")[2]), "tiny")
     torch.set_num_threads(threads)
 
 
@@ -166,6 +166,6 @@ def test_a_server_that_never_agrees_is_not_waited_for(server):
 def test_no_metrics_is_unreachable():
     page = whole("200 OK", {"hello": "there"})
     with serving(lambda path, body: page) as running:
-        there = Server("127.0.0.1", running.port, DIALECTS["openai"])
+        there = Server("127.0.0.1", running.port)
         with pytest.raises(Unreachable, match="no Prometheus metrics"):
             asyncio.run(snapshot(there))

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ropewalk.load_tests.client import process
-from ropewalk.load_tests.client.client import DIALECTS, Server
+from ropewalk.load_tests.client.client import Server
 from ropewalk.load_tests.run import soak
 from ropewalk.load_tests.run.soak import State, draw, growth_mib, left_behind, main, too_much
 
@@ -69,7 +69,7 @@ def test_a_server_that_ends_is_told_with_its_last_words_and_the_faults(
     @contextmanager
     def serve_alone(*_, **options):
         with ended(tmp_path) as started:
-            yield Server(process.HOST, 1, DIALECTS["openai"]), started
+            yield Server(process.HOST, 1), started
 
     async def load(args, server, started, tally):
         tally.faults.append("a fault")
