@@ -189,10 +189,10 @@ async def _servers(
 ) -> list[Server]:
     """Those at the URLs, or two that are started and stopped again."""
     if args.url:
-        found = [_server(*split_base_url(url)) for url in args.url]
+        found = [Server(*split_base_url(url)) for url in args.url]
         return [(await variants_of(server, ()))[0].server for server in found]  # their first models
     logs = Path(stopping.enter_context(tempfile.TemporaryDirectory()))
-    servers = [_server(process.HOST, process.free_port()) for _ in range(2)]
+    servers = [Server(process.HOST, process.free_port()) for _ in range(2)]
     for server in servers:
         words = [*PROGRAM, args.serve, "--host", server.host, "--port", str(server.port)]
         words += ["--threads", "1", "--kv-memory", args.kv_memory, "--kv-spill", "0"]
@@ -200,10 +200,6 @@ async def _servers(
         started = stopping.enter_context(process.start(args.serve, words, log))
         await started.answers(server, progress.note)
     return servers
-
-
-def _server(host: str, port: int) -> Server:
-    return Server(host, port)
 
 
 def _write(name: Path, content: Mapping[str, object], service: Service, drawn: str) -> None:
