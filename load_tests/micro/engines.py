@@ -1,6 +1,7 @@
 """Makes engines wired as in the server, with its default audit, to measure costs without one."""
 
 import random
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ def decoding(
         "measured",
         past_prompts,
         kv,
-        manager_of(kv),
+        CacheManager(kv.blocks, kv.block_size),
         [decoder.encoding.for_layer(layer) for layer in range(config.num_layers)],
         # All prompts in one step: otherwise the first requests would grow while the last wait.
         Limits(requests, requests * longest, longest, max_queue=requests),
@@ -89,27 +90,27 @@ def engine(
     max_context: int,
     max_step_tokens: int = 512,
     kernels: Kernels | str,
+    wait: Callable[[ForwardBatch], object] = lambda batch: None,
 ) -> Engine:
-    """An engine on all of `kv` that computes nothing: the next token is always 0."""
+    """An engine on all of `kv` that computes nothing: the next token is always 0.
+
+    A pass takes as long as `wait`.
+    """
+
+    def first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Logits of a vocabulary of two, the first of which is the likelier."""
+        wait(batch)
+        return torch.tensor([[1.0, 0.0]], device=kv.device).expand(len(batch.output_rows), -1)
+
     encoding = create(config.encoding, config, config.trained_context, kv.device)
     return wired(
         "measured",
-        _first_token,
+        first_token,
         kv,
-        manager_of(kv),
+        CacheManager(kv.blocks, kv.block_size),
         [encoding] * config.num_layers,
         Limits(max_seqs, max_step_tokens, max_context, max_queue=1 << 20),
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
         kernels,
         sampler=Sampler(),
     ).engine
-
-
-def manager_of(kv: KVCache) -> CacheManager:
-    """A manager of all blocks of `kv`."""
-    return CacheManager(kv.blocks, kv.block_size)
-
-
-def _first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:
-    """Logits of a vocabulary of two, the first of which is the likelier."""
-    return torch.tensor([[1.0, 0.0]], device=kv.device).expand(len(batch.output_rows), -1)

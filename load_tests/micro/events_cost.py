@@ -47,18 +47,15 @@ def loaded(model: str, **options: object) -> Loaded:
     return one
 
 
-def submitted(engine: Engine, batch: int, length: int) -> list[Request]:
+def submit(engine: Engine, batch: int, length: int) -> None:
     """Prompts of different lengths, so that their blocks are not filled at once."""
     params = SamplingParams(max_tokens=length, temperature=0.0)
-    requests = []
     for number in range(batch):
         prompt = random.Random(number).choices(range(100, 4000), k=20 + number % 16)
         request = Request(
             str(number), prompt, len(prompt), params, 0.0, random.Random(0), salt=str(number)
         )
         engine.submit(request)
-        requests.append(request)
-    return requests
 
 
 def seconds(engine: Engine) -> float:
@@ -116,7 +113,7 @@ def measure(model: str, batch: int, rounds: int, *, silent_first: bool) -> Measu
         subscriber = subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint])
         try:
             for engine in (silent.engine, telling.engine):
-                submitted(engine, batch, length)
+                submit(engine, batch, length)
                 for _ in range(30):  # prompts, and what begins slowly
                     engine.step()
             before = published_s()

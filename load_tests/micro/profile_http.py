@@ -11,30 +11,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from ropewalk.cache.kv import KVCache
 from ropewalk.load_tests.client.client import Server as Address
 from ropewalk.load_tests.client.client import Unreachable, fetch
-from ropewalk.load_tests.micro.engines import manager_of
+from ropewalk.load_tests.micro.engines import engine as idle_engine
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache
 from ropewalk.load_tests.micro.profile_engine import Stopwatch, metrics_for, watched
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.loading.random_weights import SHAPES
-from ropewalk.model.sampler import Sampler
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
 from ropewalk.server.app.app import create_app
 from ropewalk.server.config import HttpOptions
-from ropewalk.server.engine.assemble import wired
 from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
 from ropewalk.server.openai.answers import DONE, Choice, CompletionWire
 from ropewalk.server.openai.served_models import Models, Served
-from ropewalk.server.scheduling.request import Limits, StepStats
+from ropewalk.server.scheduling.request import StepStats
 
 DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)
@@ -59,18 +53,19 @@ def http_times(
     )
     came = time.monotonic() + _TOGETHER_S
 
-    def forward(batch: ForwardBatch, kv: KVCache) -> Tensor:
+    def wait(batch: ForwardBatch) -> None:
         while batch.max_query > 1 and engine.active() < requests and time.monotonic() < came:
             time.sleep(0.001)
         time.sleep(step_s)
-        return torch.tensor([[1.0, 0.0]]).expand(len(batch.output_rows), -1)
 
-    encoding = PositionalEncoding()
-    limits = Limits(requests, 2 * requests, context, max_queue=requests)
-    manager, meter = manager_of(kv), PositionMeter()
-    made = wired(
-        *(_NAME, forward, kv, manager, [encoding], limits, meter, "nothing is computed"),
-        sampler=Sampler(),
+    made = idle_engine(
+        _SHAPE,
+        kv,
+        max_seqs=requests,
+        max_context=context,
+        max_step_tokens=2 * requests,
+        kernels="nothing is computed",
+        wait=wait,
     )
     metrics = metrics_for(_NAME, kv)
     steady = Steady(requests, steps, clock)
@@ -79,7 +74,7 @@ def http_times(
         metrics.observe_step(model, stats)
         steady.observe(stats)
 
-    engine = AsyncEngine({_NAME: made.engine}, observe)
+    engine = AsyncEngine({_NAME: made}, observe)
     app = create_app(Models([_served(context)]), engine, metrics, HttpOptions())
     server = Server(uvicorn_config(app, host=HOST, port=0, log_config=None), app.state.drain, 5.0)
     with (
