@@ -106,8 +106,6 @@ class EventOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """All settings of `ropewalk serve`."""
-
     models: tuple[ModelSource, ...]  # loaded at the start
     others: tuple[ModelSource, ...]  # which may be loaded later
     max_models: int  # in memory at the same time

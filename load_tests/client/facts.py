@@ -54,7 +54,6 @@ async def facts_of(variant: Variant) -> Facts:
 
 
 def least(values: Iterable[int | None]) -> int | None:
-    """The smallest known value."""
     return min((value for value in values if value is not None), default=None)
 
 

@@ -126,7 +126,6 @@ def processor_s(pid: int, thread: int | None = None) -> float:
 
 
 def free_port() -> int:
-    """A port on which no program listens now."""
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])

@@ -25,7 +25,6 @@ class Progress:
         self._runs, self._finished = runs, 0
 
     def start(self, title: str) -> None:
-        """A new activity begins."""
         self._title = title
         self._begun = self._clock()
         self._tokens = 0

@@ -28,7 +28,6 @@ def clock_of(wanted: str | None, device: torch.device) -> Clock:
 
 
 def seconds(call: Call, clock: Clock) -> float:
-    """The time that one call takes."""
     if clock == "cuda":
         return _on_device(call)
     read = time.process_time if clock == "processor" else time.perf_counter
@@ -52,7 +51,6 @@ def rounds(
 
 
 def ratios(taken: Sequence[Mapping[str, float]], call: str, base: str) -> list[float]:
-    """Ratios of `call` to `base`, round by round."""
     return [each[call] / each[base] for each in taken]
 
 

@@ -62,7 +62,6 @@ class Goodput:
 
 
 def figures(run: Run) -> Figures:
-    """The figures of one run."""
     good = [outcome for outcome in run.outcomes if outcome.error is None]
     stayed = [outcome for outcome in good if not outcome.left]
     steady = [outcome for outcome in stayed if _steady(run, outcome)]

@@ -130,7 +130,6 @@ class Purse:
         self._weights -= weight
 
     def budget(self, weight: float) -> Budget:
-        """The budget of the next part."""
         part = weight / self._weights
         self.forgo(weight)
         return self._whole.share(part)

@@ -192,7 +192,6 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
 
 
 def table(costs: Mapping[str, Sequence[Cost]]) -> str:
-    """The costs by step and variant."""
     rows = [("step", "encoding", "ms", f"over {ZERO}, 95 % interval", "limit", "")]
     for work, each in costs.items():
         for cost in each:

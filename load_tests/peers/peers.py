@@ -71,7 +71,6 @@ measured, 130 when the comparison was interrupted.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     work = "".join(f"  {row.name:<12} {row.title}\n" for row in ROWS.values())
     options = argparse.ArgumentParser(
         prog="ropewalk.load_tests.peers.peers",

@@ -140,7 +140,6 @@ def resident_bytes(session: int) -> int:
 
 
 def session_processes(session: int) -> list[int]:
-    """The ids of a session's processes."""
     return [
         int(folder.name)
         for folder in _PROC.glob("[0-9]*")

@@ -86,7 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def predict(service: Service, case: Case) -> ByPolicy:
-    """Each policy's figures, simulated."""
     traffic, profile = case.traffic, case.traffic.profile(case.replicas)
     trace = traffic.trace(case.replicas, case.count, case.seed)
     return {

@@ -170,8 +170,6 @@ def timeline(title: str, rows: Sequence[Series], across: str) -> Picture:
 
 
 def side_by_side(charts: Sequence[Picture]) -> Picture:
-    """Charts as one picture."""
-
     def draw(figure: "Figure | SubFigure") -> None:
         for part, chart in zip(
             figure.subfigures(1, len(charts), squeeze=False)[0], charts, strict=True

@@ -106,7 +106,6 @@ def parse_condition(text: str) -> Condition:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     options = argparse.ArgumentParser(
         prog="ropewalk bench compare",
         description=_DESCRIPTION,

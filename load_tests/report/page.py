@@ -18,7 +18,6 @@ from ropewalk.report.svg import svg
 
 
 def page(result: Result) -> str:
-    """A whole page."""
     sections = plots(result)
     workloads = list(dict.fromkeys(run.point.workload for run in result.runs))
     names = list(dict.fromkeys(name for facts in result.variants.values() for name in facts))

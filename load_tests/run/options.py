@@ -59,7 +59,6 @@ the load test ended early, 130 when it was interrupted.
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
     workloads = "".join(f"  {name:<14} {each.help}\n" for name, each in WORKLOADS.items())
     profiles = "".join(f"  {name:<22} {meaning}\n" for name, meaning in PROFILES.items())
     options = argparse.ArgumentParser(
@@ -116,7 +115,6 @@ def add_load_options(options: argparse.ArgumentParser) -> None:
 
 
 def sizes_from(args: argparse.Namespace) -> Sizes:
-    """The sizes that the load options set."""
     return Sizes(contexts=args.contexts, **{name: getattr(args, name) for name in _COUNTS})
 
 

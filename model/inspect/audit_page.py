@@ -50,7 +50,6 @@ LEAD = (
 
 
 def to_html(report: Report) -> str:
-    """A whole page."""
     legend = [mark for mark in MARKS if mark[0] != "x" or report.unexpected]
     return page.to_html(
         Page(

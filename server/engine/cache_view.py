@@ -38,8 +38,6 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class KeptView:
-    """A kept sequence."""
-
     id: str
     known: int  # tokens
     stored: SequenceView

@@ -330,7 +330,6 @@ class Queue:
         return [asker for asker in asking if asker]
 
     def outlook(self) -> Outlook:
-        """What a new request has to expect."""
         seats, limits, gap, apart = self._seats(), self._limits, None, 0.0
         if self.waiting or not seats:
             now, ahead = self._clock(), self._ahead()

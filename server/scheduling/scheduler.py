@@ -124,7 +124,6 @@ class Scheduler:
             self.kept.claim(request.keep)
 
     def outlook(self) -> Outlook:
-        """What a new request has to expect."""
         return self._queue.outlook()
 
     def _find(self, request_id: str) -> Request | None:

@@ -27,7 +27,6 @@ def to_html(
     parts: Sequence[Picture | Omitted],
     drawn: Progress,
 ) -> str:
-    """A whole page."""
     sections = [
         Section(part.title, [part], note=part.caption, wide=True)
         for part in parts

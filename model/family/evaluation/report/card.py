@@ -48,7 +48,6 @@ def write(evaluation: Evaluation, data: str | None, notes: str | None, folder: P
 
 
 def text(evaluation: Evaluation, data: str | None, notes: str | None = None) -> str:
-    """The whole card."""
     members = evaluation.members
     drawn = {picture.key: picture.title for picture in pictures(members)}
     images = {key: f"![{title}]({PLOT_NAMES.format(key)})" for key, title in drawn.items()}
