@@ -5,7 +5,7 @@ import gc
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -111,9 +111,9 @@ def _report(report: Report, words: Sequence[str], args: argparse.Namespace) -> i
 def parser() -> argparse.ArgumentParser:
     options = program("python -m ropewalk.load_tests.gpu.check", _DESCRIPTION, _EPILOG)
     shapes = f"some of {', '.join(SHAPES)} (default: smollm2,llama-1b)"
-    add(options, "--shapes A,B", _shapes, ("smollm2", "llama-1b"), shapes)
+    add(options, "--shapes A,B", _some_of("shape", SHAPES), ("smollm2", "llama-1b"), shapes)
     systems = f"some of {OWN},{PEER} (default: both)"
-    add(options, "--systems A,B", _systems, (OWN, PEER), systems)
+    add(options, "--systems A,B", _some_of("system", (OWN, PEER)), (OWN, PEER), systems)
     batches = "requests in a batch (default: 1,8,64,256)"
     add(options, "--batches N,...", counts, (1, 8, 64, 256), batches)
     contexts = "tokens of each request (default: 512,4k,16k)"
@@ -133,20 +133,15 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def _shapes(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in SHAPES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no shape; use {', '.join(SHAPES)}")
-    return names
+def _some_of(kind: str, known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no {kind}; use {', '.join(known)}")
+        return names
 
-
-def _systems(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in (OWN, PEER):
-            raise argparse.ArgumentTypeError(f"{name!r} is no system; use {OWN}, {PEER}")
-    return names
+    return parse
 
 
 def _measure(words: Sequence[str], args: argparse.Namespace) -> Report:
