@@ -69,19 +69,14 @@ def read(path: Path) -> Service:
 
 def mean(found: Sequence[Service]) -> Service:
     """The mean of measurements of like replicas."""
-    one = found[0]
     times = zip(*(each.steps for each in found), strict=True)
-    return Service(
+    return replace(
+        found[0],
         steps=tuple((same[0][0], fmean(seconds for _, seconds in same)) for same in times),
         token_s=fmean(each.token_s for each in found),
         pair_s=fmean(each.pair_s for each in found),
         request_s=fmean(each.request_s for each in found),
         way_s=fmean(each.way_s for each in found),
-        blocks=one.blocks,
-        block_size=one.block_size,
-        max_seqs=one.max_seqs,
-        max_step_tokens=one.max_step_tokens,
-        lone_factor=one.lone_factor,
     )
 
 
