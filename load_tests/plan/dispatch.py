@@ -37,7 +37,7 @@ async def dispatch(
     loads = np.zeros(len(servers), np.int64)
 
     async def send(request: Request, intended: float) -> Outcome:
-        replica = chosen[id(request)] = policy.pick(calls[id(request)], loads)
+        replica = chosen[id(request)] = policy(calls[id(request)], loads)
         loads[replica] += 1
         try:
             return await complete(servers[replica], request, intended)

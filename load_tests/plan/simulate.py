@@ -184,7 +184,7 @@ def simulate(
 
     def send(index: int) -> Process:
         call, sent = trace[index], env.now
-        replica = policy.pick(call, loads)
+        replica = policy(call, loads)
         loads[replica] += 1
         job = _Job(call, sent, env.event())
         servers[replica].send(job)

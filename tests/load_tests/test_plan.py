@@ -14,7 +14,7 @@ from ropewalk.load_tests.common.types import Outcome, Profile
 from ropewalk.load_tests.plan import dispatch, plan, service
 from ropewalk.load_tests.plan.figures import Figures, Row, comparison, figures, off
 from ropewalk.load_tests.plan.prefix_cache import PrefixCache
-from ropewalk.load_tests.plan.routing import ConsistentHash, LeastLoaded, RoundRobin, Weighed
+from ropewalk.load_tests.plan.routing import consistent_hash, least_loaded, round_robin, weighed
 from ropewalk.load_tests.plan.service import Service
 from ropewalk.load_tests.plan.simulate import Answered, simulate
 from ropewalk.load_tests.plan.traffic import Call, Traffic, requests_of
@@ -30,7 +30,7 @@ COUNT, RATE = 20_000, 60.0
 def waits(lengths, rate=RATE):
     """Seconds from arrival to the end of the service, of requests with prompts of `lengths`."""
     trace = [Call(number, 0, tokens, 1) for number, tokens in enumerate(lengths)]
-    answered = simulate(QUEUE, 1, RoundRobin(1), trace, Profile("poisson", rate=rate), "seed")
+    answered = simulate(QUEUE, 1, round_robin(1), trace, Profile("poisson", rate=rate), "seed")
     return np.array([each.first - each.sent for each in answered])
 
 
@@ -89,7 +89,7 @@ def test_steps_are_those_of_the_engine():
     """The first prompt takes two steps whole. The third has room for the second prompt too, which
     knows by then what the two have in common."""
     trace = [Call(0, 250, 0, 3), Call(0, 100, 50, 2)]
-    first, second = simulate(STEPS, 1, RoundRobin(1), trace, Profile("closed", concurrency=2), "")
+    first, second = simulate(STEPS, 1, round_robin(1), trace, Profile("closed", concurrency=2), "")
     assert first.first == pytest.approx(0.1 + 0.1 + (0.05 + 0.05 + 0.02))
     assert (first.cached_tokens, second.cached_tokens) == (0, 100)
     assert second.first == pytest.approx(first.first)
@@ -100,7 +100,7 @@ def test_steps_are_those_of_the_engine():
 def test_who_comes_while_others_decode_waits_for_the_end_of_a_step():
     trace = [Call(0, 0, 10, 100), Call(1, 0, 10, 1)]
     profile = Profile("poisson", rate=3.0)
-    first, second = simulate(STEPS, 1, RoundRobin(1), trace, profile, "seed")
+    first, second = simulate(STEPS, 1, round_robin(1), trace, profile, "seed")
     begins = first.sent + 0.02
     assert begins < second.sent < first.ended
     steps = math.ceil((second.sent - begins) / 0.01)
@@ -110,7 +110,7 @@ def test_who_comes_while_others_decode_waits_for_the_end_of_a_step():
 
 def test_a_request_larger_than_the_cache_is_an_error():
     with pytest.raises(ValueError, match="does not hold one request"):
-        simulate(STEPS, 1, RoundRobin(1), [Call(0, 0, 1000, 1)], Profile("closed", 1), "")
+        simulate(STEPS, 1, round_robin(1), [Call(0, 0, 1000, 1)], Profile("closed", 1), "")
 
 
 @pytest.mark.parametrize("rate", [0.0, 5.0])
@@ -119,7 +119,7 @@ def test_every_call_is_answered_and_the_same_again(rate):
     case = plan.Case(3, traffic, 200, "seed", 2)
     assert plan.predict(STEPS, case) == plan.predict(STEPS, case)
     trace = traffic.trace(3, 200, "seed")
-    answered = simulate(STEPS, 3, LeastLoaded(), trace, traffic.profile(3), "seed")
+    answered = simulate(STEPS, 3, least_loaded(), trace, traffic.profile(3), "seed")
     assert [each.call for each in answered] == trace
     for each in answered:
         assert each.sent < each.first <= each.ended
@@ -128,31 +128,31 @@ def test_every_call_is_answered_and_the_same_again(rate):
 
 def test_policies():
     loads, call = np.array([2, 1, 1, 5]), Call(7, 10, 1, 1)
-    robin = RoundRobin(4)
-    assert [robin.pick(call, loads) for _ in range(5)] == [0, 1, 2, 3, 0]
-    least = LeastLoaded()
-    assert {least.pick(call, loads) for _ in range(50)} == {1, 2}
-    weighed = Weighed(4, slack=2, kept=1)
-    home = weighed.pick(call, loads)
+    robin = round_robin(4)
+    assert [robin(call, loads) for _ in range(5)] == [0, 1, 2, 3, 0]
+    least = least_loaded()
+    assert {least(call, loads) for _ in range(50)} == {1, 2}
+    knows = weighed(4, slack=2, kept=1)
+    home = knows(call, loads)
     loads[home] += 2
-    assert weighed.pick(call, loads) == home
+    assert knows(call, loads) == home
     loads[home] += 1
-    away = weighed.pick(call, loads)
+    away = knows(call, loads)
     assert away != home
     loads[away] += 9
     loads[home] = 0
-    assert weighed.pick(call, loads) == home  # both know it
-    weighed.pick(replace(call, prefix=8), np.array([9 * (place != home) for place in range(4)]))
+    assert knows(call, loads) == home  # both know it
+    knows(replace(call, prefix=8), np.array([9 * (place != home) for place in range(4)]))
     loads[away] = 0
     loads[home] = 1
-    assert weighed.pick(call, loads) == away  # the other keeps one prefix
+    assert knows(call, loads) == away  # the other keeps one prefix
 
 
 def test_a_ring_moves_few_prefixes_to_a_new_replica():
     calls = [Call(prefix, 10, 1, 1) for prefix in range(2000)]
     before, after = (
-        [ring.pick(call, np.zeros(0)) for call in calls]
-        for ring in (ConsistentHash(9), ConsistentHash(10))
+        [ring(call, np.zeros(0)) for call in calls]
+        for ring in (consistent_hash(9), consistent_hash(10))
     )
     moved = [new for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {9}
@@ -290,7 +290,7 @@ def test_a_trace_is_sent_where_the_policy_says(monkeypatch):
     traffic = Traffic(prefixes=1, prefix_tokens=100, concurrency=1)
     trace = traffic.trace(2, 20, "seed")
     answered = asyncio.run(
-        dispatch.dispatch(servers, RoundRobin(2), trace, traffic.profile(2), "seed", 1000)
+        dispatch.dispatch(servers, round_robin(2), trace, traffic.profile(2), "seed", 1000)
     )
     assert [each.replica for each in answered] == [0, 1] * 10
     assert Counter(server.port for server, _ in served.asked) == {1: 10, 2: 10}
