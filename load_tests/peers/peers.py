@@ -173,12 +173,13 @@ async def _measure(
                 title = f"round {round + 1} of {args.runs}"
                 progress.start(f"{title}, starting {system.name}")
                 reading = read_rates()
-                async with running(system, Path(logs), args.timeout) as started:
-                    variant = replace((await variants_of(started.server, ()))[0], label=system.name)
+                began = time.monotonic()
+                async with running(system, Path(logs), args.timeout) as (server, pid):
+                    variant = replace((await variants_of(server, ()))[0], label=system.name)
                     prompts = PromptMaker(f"{args.seed}/{round}/start", "text")
                     await _answer(variant, prompts, prompt_tokens=16)
-                    start_s = time.monotonic() - started.began
-                    loaded = resident_bytes(started.pid)
+                    start_s = time.monotonic() - began
+                    loaded = resident_bytes(pid)
                     if round == 0:
                         measured.variants.append(variant)
                         measured.facts[variant.label] = Facts()
@@ -187,7 +188,7 @@ async def _measure(
                     await _answer(variant, prompts, prompt_tokens=size.prefill_tokens)
                     async for run in runner.round([variant], loads, round, title):
                         measured.runs.append(run)
-                    used = resident_bytes(started.pid)
+                    used = resident_bytes(pid)
                 read = median(reading + read_rates())
                 lifetimes[system.name].append(asdict(Lifetime(round, start_s, loaded, used, read)))
 

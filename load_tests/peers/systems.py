@@ -7,7 +7,6 @@ How each peer is installed: docs/load-testing-peers.md.
 import os
 import shlex
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -105,29 +104,22 @@ def system_from(spec: str, *, ours: str, peers: Mapping[str, Path], model: Path)
     return System(spec, "transformers" if name == "transformers" else "openai", command)
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A server that answers."""
-
-    server: Server
-    pid: int  # of its process, which is also the id of the session with all that it started
-    began: float  # time.monotonic() when it was started
-
-
 @asynccontextmanager
-async def running(system: System, logs: Path, timeout_s: float) -> AsyncIterator[Started]:
+async def running(
+    system: System, logs: Path, timeout_s: float
+) -> AsyncIterator[tuple[Server, int]]:
     """Start a system, wait until it answers, stop it afterwards. Raises StartFailed.
 
-    Its output goes to a file in `logs`; `timeout_s` is the limit of each request to it.
+    The number is its process's, and that of the session with all that it starts. Its output goes
+    to a file in `logs`; `timeout_s` is the limit of each request to it.
     """
     port = process.free_port()
     words = shlex.split(system.command.format(port=port))
-    began = time.monotonic()
     log = logs / f"{system.name.replace(':', '-')}.log"
     with process.start(system.name, words, log) as started:
         server = Server(process.HOST, port, dialect=system.dialect, timeout_s=timeout_s)
         await started.answers(server)
-        yield Started(server, started.popen.pid, began)
+        yield server, started.popen.pid
 
 
 def resident_bytes(session: int) -> int:

@@ -88,11 +88,11 @@ def test_a_peer_is_a_name_and_a_file(tmp_path):
 
 def test_a_server_runs_inside_the_block_only(tmp_path):
     async def use() -> int:
-        async with running(fake(FAKE), tmp_path, 5.0) as started:
-            assert alive(started.pid)
-            models = await get_json(started.server, "/v1/models")
+        async with running(fake(FAKE), tmp_path, 5.0) as (server, pid):
+            assert alive(pid)
+            models = await get_json(server, "/v1/models")
             assert models["data"][0]["id"] == "tiny"
-            return started.pid
+            return pid
 
     assert not alive(asyncio.run(use()))
 
@@ -101,8 +101,8 @@ def test_a_failure_inside_the_block_also_stops_the_server(tmp_path):
     pids = []
 
     async def use() -> None:
-        async with running(fake(FAKE), tmp_path, 5.0) as started:
-            pids.append(started.pid)
+        async with running(fake(FAKE), tmp_path, 5.0) as (_, pid):
+            pids.append(pid)
             raise KeyError("inside")
 
     with pytest.raises(KeyError):
@@ -129,9 +129,9 @@ def test_what_a_server_started_ends_with_it(tmp_path):
     command = f"{sys.executable} {script} {{port}} {child}"
 
     async def use() -> None:
-        async with running(fake(command), tmp_path, 5.0) as started:
+        async with running(fake(command), tmp_path, 5.0) as (_, pid):
             assert alive(int(child.read_text()))
-            assert {started.pid, int(child.read_text())} <= set(session_processes(started.pid))
+            assert {pid, int(child.read_text())} <= set(session_processes(pid))
 
     asyncio.run(use())
     deadline = time.monotonic() + 5  # the orphan is reaped by somebody else
