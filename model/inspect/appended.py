@@ -63,7 +63,10 @@ def arms_for(config: ModelConfig) -> dict[str, str]:
         if name == own:
             continue
         try:
-            example(find(plain), config, config.trained_context, options)
+            if (
+                name != audit_arms.PATH
+            ):  # which fits every decoder, and is no encoding that is served
+                example(find(plain), config, config.trained_context, options)
         except EncodingError:
             continue  # impossible with this number of heads or this width
         found[name] = audit_arms.NOTES.get(name, "" if plain == own else "another encoding")

@@ -24,7 +24,7 @@ from ropewalk.model.encodings.base import PositionalEncoding
 TOLERANCE = 1e-9
 
 # Called before a step that takes the cache from `start` to `stop` tokens: rotates stored keys
-# where the new length requires it, and returns how many it rotated.
+# where the new length requires it, and returns how many it rotated, or the step will rewrite.
 Rewrite = Callable[[KVCache, int, int], int]
 
 

@@ -28,6 +28,7 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.common.rotary import rotate_pairs
 from ropewalk.model.encodings.rope import RoPE
+from ropewalk.model.inspect import path
 from ropewalk.model.inspect.audit import Arm
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.loading.checkpoints import Checkpoint, load_program
@@ -52,7 +53,7 @@ TINY = ModelConfig(
     encoding=EncodingSpec("nope", {}),
     windows=(None, None),
 )
-DYNAMIC, REWRITTEN = "rope:dynamic", "rope:dynamic-rewrite"
+DYNAMIC, REWRITTEN, PATH = "rope:dynamic", "rope:dynamic-rewrite", "path"
 # name: (encoding, options in which it differs from the plain one)
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "rope:raw": ("rope", {"storage": "raw"}),
@@ -68,9 +69,10 @@ NOTES = {
     "rope:block": f"keys are rotated by their offset in the block, and the query once for each "
     f"block of {BLOCK_SIZE}",
     "t5:materialised": "the bias of every key is looked up and stored before it is added",
+    PATH: "PaTH: each token rewrites the keys of all before it; its weights are random",
 }
 _FIRST = ("rope", DYNAMIC, REWRITTEN, "rope:raw", "rope:block", "t5", "t5:materialised", "alibi")
-_LAST = ("learned", "sinusoidal", "nope")
+_LAST = ("learned", "sinusoidal", "nope", PATH)
 # Encodings that are added to the folder come between those that leave the cache as it is and those
 # that every stored entry depends on.
 ALL = (*_FIRST, *(name for name in names() if name not in _FIRST + _LAST), *_LAST)
@@ -145,6 +147,9 @@ def arm(
     served = served or max(context, program.config.trained_context)
     if name in (DYNAMIC, REWRITTEN):
         return _dynamic(name, program, context, trained_length, served)
+    if name == PATH:
+        made, rewrite = path.decoder(program), path.count_rewritten
+        return Arm(name, NOTES[name], made, rewrite=rewrite)
     if name not in VARIANTS and name.partition(":")[0] in names():
         _refuse_unknown_variant(name)
     plain, options = VARIANTS.get(name, (name, {}))

@@ -50,7 +50,7 @@ def test_appending_changes_nothing_unless_frequencies_follow_the_length(tmp_path
     used = in_use("llama-tied", tmp_path)
     layers, heads = 2, used.checkpoint.config.num_kv_heads
     arms = arms_for(used.checkpoint.config)
-    assert {"own", "rope:dynamic", "rope:dynamic-rewrite", "t5", "learned"} < arms.keys()
+    assert {"own", "rope:dynamic", "rope:dynamic-rewrite", "t5", "learned", "path"} < arms.keys()
     assert "rope" not in arms  # that is its own
     for arm in arms:
         options = {"trained_length": None, "layers": layers, "steps": 3}
@@ -59,9 +59,9 @@ def test_appending_changes_nothing_unless_frequencies_follow_the_length(tmp_path
         assert [(block.first, block.tokens) for block in found.blocks] == [(0, 16), (16, 4)]
         assert found.entries_per_token == 2 * layers * heads
         assert not any(step.unexpected for step in found.steps)
-        follows = arm.startswith("rope:dynamic")
+        follows = arm.startswith("rope:dynamic") or arm == "path"
         assert any(step.should_change for step in found.steps) == follows
-        rewritten = arm == "rope:dynamic-rewrite"
+        rewritten = arm in ("rope:dynamic-rewrite", "path")
         assert [block.before != block.after for block in found.blocks] == [rewritten] * 2
         assert [bool(block.changed) for block in found.blocks] == [rewritten] * 2
 

@@ -5,10 +5,13 @@ import random
 import pytest
 import torch
 
+from ropewalk.cache.kv import KVCache
+from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.encodings.base import EncodingError, names
-from ropewalk.model.inspect import audit_arms
+from ropewalk.model.inspect import audit_arms, path
 from ropewalk.model.inspect.audit import Arm, Audit, Entry, Touched, Watch, audit, entries
-from tests.model.tiny import CONFIG, ENCODINGS, program_of, tiny
+from ropewalk.model.layers.executor import Pass
+from tests.model.tiny import CONFIG, CPU, ENCODINGS, program_of, tiny
 
 STEPS = 4
 LAYERS, KV_HEADS, HEADS = 2, 2, 4  # of audit_arms.tiny
@@ -76,12 +79,64 @@ def test_turning_stored_keys_anew_repairs_those_of_the_first_layer_alone() -> No
     assert found.unexpected == 0
 
 
+def test_under_path_each_token_rewrites_the_keys_of_all_before_it() -> None:
+    found = ran("path")
+    assert found.unexpected == 0
+    for step in found.steps[1:]:
+        earlier = tuple(
+            Touched(position, LAYERS * KV_HEADS, 0) for position in range(step.length - 1)
+        )
+        assert step.changed == step.should_change == earlier
+        assert step.stale == ()
+        assert step.rotations == (step.length - 1) * LAYERS * KV_HEADS
+
+
+def test_path_attends_over_products_of_reflections() -> None:
+    """Against the formula, each query over each key by itself (arXiv 2505.16381, section 3)."""
+    program = program_of(tiny("nope", windows=(None, 5, None)))
+    ops = path.decoder(program).executor.program.ops
+    op = next(op for op in ops if isinstance(op, path.AttendPath))
+    generator = torch.Generator().manual_seed(3)
+    count, dim, heads, kv_heads = 9, CONFIG.head_dim, CONFIG.num_heads, CONFIG.num_kv_heads
+    sizes = (CONFIG.hidden_size, heads * dim, kv_heads * dim, kv_heads * dim)
+    x, q, k, v = (
+        torch.randn(count, size, generator=generator, dtype=torch.float64) for size in sizes
+    )
+    kv = KVCache(CONFIG, blocks=3, block_size=4, dtype=torch.float64, device=CPU)
+    parts = []
+    for rows in (slice(0, 5), slice(5, 9)):
+        new, table = [0] * (rows.stop - rows.start), in_order(3, 4)
+        batch = of_one(new, rows.start, table, 4, wanted=1, device=CPU)
+        parts += path._attend(op, Pass(batch, kv), *(each[rows] for each in (x, q, k, v)))
+    found = torch.cat(parts).view(count, heads, dim)
+
+    def reflection(token, head):
+        w = op.directions[head * dim : (head + 1) * dim] @ x[token]
+        w = w / w.norm()
+        strength = 2 / (1 + torch.exp(-(op.strengths[head] @ x[token])))
+        return torch.eye(dim, dtype=torch.float64) - strength * torch.outer(w, w)
+
+    for head in range(heads):
+        of_keys = head * kv_heads // heads
+        keys, values = (each.view(count, kv_heads, dim)[:, of_keys] for each in (k, v))
+        for i in range(count):
+            scores = []
+            for j in range(i + 1):
+                turned = keys[j]
+                for token in range(j + 1, i + 1):
+                    turned = reflection(token, of_keys) @ turned
+                scores.append(q[i].view(heads, dim)[head] @ turned * dim**-0.5)
+            weights = torch.stack(scores).softmax(0)
+            assert torch.allclose(found[i, head], weights @ values[: i + 1], atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "first"),
     [
         ("nope", 130),
         ("rope", 129),
         ("rope:dynamic", 129),
+        ("path", 0),
         ("rope:raw", 0),
         ("rope:block", 129),
         ("learned", 129),

@@ -60,7 +60,7 @@ def test_what_the_answers_are_worth_is_said(capsys) -> None:
     )
     assert "t5: the encoding's weights are random." in printed
     assert "rope:dynamic: as if trained for 7 tokens" in printed
-    assert "Appending never changes cached entries" in printed
+    assert "Appending changes no cached entry under any encoding" in printed
 
 
 def test_every_step_can_be_printed(capsys) -> None:
