@@ -1,6 +1,7 @@
 """How tests run, and which of them run only with `scripts/test --full`."""
 
 import gc
+import logging
 import os
 import signal
 from pathlib import Path
@@ -104,7 +105,13 @@ def _prepare(full):
 
 
 def pytest_collection_finish():
+    # pytest turns to each logger six times for every test, and two libraries have hundreds.
+    loggers = logging.root.manager.loggerDict
+    for name in [*loggers]:
+        if name.startswith(("torch.", "transformers.")):
+            del loggers[name]
     gc.freeze()  # a million objects that later collections need not look at
+    gc.set_threshold(700, 10, 100)  # little of the garbage of tests lives until the third look
     gc.enable()
 
 
