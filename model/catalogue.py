@@ -18,6 +18,7 @@ from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
     ScoreBias,
+    asks_query,
     find,
     freeze_all,
     names,
@@ -32,7 +33,7 @@ from ropewalk.model.kernels.cpu.lowering import (
     rotates_in_python,
 )
 
-HOOKS = ("embed", "gates", "rotate", "rotation", "score_bias", "for_layer")
+HOOKS = ("embed", "gates", "query_bias", "rotate", "rotation", "score_bias", "for_layer")
 DATA = {"embed": "vectors", "gates": "forget_gates"}  # hooks from which these are computed
 LENGTHS = (512, 4096, 32768)  # keys that the new token attends to
 SHORT = 64  # context of an encoding when its length does not matter
@@ -246,6 +247,8 @@ def in_python(encoding: PositionalEncoding) -> Iterator[str]:
         yield "embed"
     if gates_in_python(layer):
         yield "gates"
+    if asks_query(layer):
+        yield "query_bias"
     if rotates_in_python(layer, SHAPE.head_dim):
         yield "rotate"
     if biases_in_python(layer):

@@ -15,6 +15,7 @@ from ropewalk.model.encodings.base import (
     MaterialisedBias,
     PairBias,
     PositionalEncoding,
+    asks_query,
     forgets,
     rotates,
     stored_gates,
@@ -82,7 +83,8 @@ class Decoder:
         """Whether all positional work can be timed by itself: attention does none of it."""
         encodings = self.encodings
         in_attention = any(
-            each.score_bias() or each.rotation() or forgets(each) for each in encodings
+            each.score_bias() or each.rotation() or asks_query(each) or forgets(each)
+            for each in encodings
         )
         apart = self.executor.rotates_apart or not any(map(rotates, encodings))
         return apart and not in_attention

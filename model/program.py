@@ -102,6 +102,14 @@ class Forget(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class AskQuery(Op):
+    """Find each query's own bias, for the Attend that follows."""
+
+    head_dim: int
+    encoding: PositionalEncoding
+
+
+@dataclass(frozen=True, slots=True)
 class Rotate(Op):
     """Queries and keys, as the encoding does before keys are stored."""
 
@@ -166,6 +174,7 @@ PARTS: Mapping[type[Op], Part] = {
     Norm: Part.NORM,
     Clip: Part.LINEAR,
     Forget: Part.POSITION,
+    AskQuery: Part.POSITION,
     Rotate: Part.POSITION,
     Store: Part.STORE,
     Attend: Part.ATTENTION,
@@ -174,7 +183,7 @@ PARTS: Mapping[type[Op], Part] = {
     Add: Part.RESIDUAL,
     Keep: Part.RESIDUAL,
 }
-_OF_ALL_ROWS = (Embed, Place, Forget, Rotate, Store, Attend)  # which look at the batch
+_OF_ALL_ROWS = (Embed, Place, Forget, AskQuery, Rotate, Store, Attend)  # which look at the batch
 
 
 def part_of(op: Op) -> Part:

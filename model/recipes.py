@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.config import BlockKind, EncoderDecoderConfig, ModelConfig
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, forgets
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, asks_query, forgets
 from ropewalk.model.program import (
     Activate,
     Add,
+    AskQuery,
     Attend,
     Clip,
     Embed,
@@ -54,9 +55,10 @@ class Layer:
         config, at, dim = self.config, f"{self.at}attention.", self.config.head_dim
         of_queries, of_keys = config.num_heads * dim, config.num_kv_heads * dim
         outputs = (of_queries, of_keys, of_keys)
+        by_content = forgets(self.encoding) or asks_query(self.encoding)
+        if by_content and not self.causal:
+            raise EncodingError("what depends on content needs a decoder: here tokens see all.")
         if forgets(self.encoding):
-            if not self.causal:
-                raise EncodingError("gates say what later tokens see, but here tokens see all.")
             yield Forget(x, "", self.index, self.encoding)
         yield Linear(x, "q k v", f"{at}qkv", config.hidden_size, outputs, config.qkv_bias)
         if config.qkv_clip is not None:
@@ -65,6 +67,8 @@ class Layer:
             of_q, of_k = config.qk_norm_widths
             yield Norm("q", "q", f"{at}q_norm", of_q, config.norm_eps)
             yield Norm("k", "k", f"{at}k_norm", of_k, config.norm_eps)
+        if asks_query(self.encoding):
+            yield AskQuery(f"{x} q", "", dim, self.encoding)
         yield Rotate("q k", "q k", dim, self.encoding)
         yield Store("k v", "", dim, self.index)
         yield self._attend(self.encoding, crosses=False)

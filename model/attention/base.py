@@ -21,8 +21,10 @@ from ropewalk.model.encodings.base import (
     MaterialisedBias,
     PairBias,
     PositionalEncoding,
+    QueryBias,
     ScoreBias,
     TableBias,
+    asks_query,
     forgets,
 )
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -46,7 +48,7 @@ class AttentionSpec:
     device: torch.device
     window: int | None = None  # keys a query attends to, its own included; None: all before it
     causal: bool = True  # False: a query attends to all keys of its request
-    bias: type[ScoreBias] | None = None  # the kind that is added to scores
+    bias: type[ScoreBias | QueryBias] | None = None  # the kind that is added to scores
     storage: KeyStorage | None = None  # of stored keys that are not fully rotated yet
     gated: bool = False  # whether stored gates are added to scores, as `forgotten` has it
 
@@ -76,17 +78,20 @@ def spec_for(
 
 def of_encoding(
     encoding: PositionalEncoding | None,
-) -> tuple[type[ScoreBias] | None, KeyStorage | None]:
+) -> tuple[type[ScoreBias | QueryBias] | None, KeyStorage | None]:
     """What attention has to do for a layer's encoding, as in AttentionSpec."""
     if encoding is None:
         return None, None
+    if asks_query(encoding):
+        rotation = encoding.rotation()
+        return QueryBias, None if rotation is None else rotation.storage
     bias, rotation = encoding.score_bias(), encoding.rotation()
     return None if bias is None else type(bias), None if rotation is None else rotation.storage
 
 
 def why_not_bias(spec: AttentionSpec) -> str | None:
     """For backends whose kernels know biases by kind."""
-    if spec.bias is None or issubclass(spec.bias, BIASES):
+    if spec.bias is None or issubclass(spec.bias, (*BIASES, QueryBias)):
         return None
     known = ", ".join(each.__name__ for each in BIASES)
     return f"it does not know a bias of the kind {spec.bias.__name__}, only {known}"
@@ -99,7 +104,7 @@ class DenseBias:
     values: Tensor  # [heads, T, max_context] float32
 
 
-StepBias = LinearBias | TableBias | KeyBias | DenseBias
+StepBias = LinearBias | TableBias | KeyBias | DenseBias | QueryBias
 
 
 def step_bias(

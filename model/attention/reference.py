@@ -9,6 +9,7 @@ from torch import Tensor
 from ropewalk.cache.kv import PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.base import QueryBias
 from ropewalk.model.encodings.common.rotary import Rotation
 
 
@@ -43,6 +44,9 @@ class ReferenceAttention:
             scores = self.scores(q[rows], keys, positions, key_positions, offsets, rotation)
             if isinstance(bias, DenseBias):
                 scores = scores + bias.values[:, rows, :context]
+            elif isinstance(bias, QueryBias):
+                own = torch.arange(rows.start, rows.stop, device=q.device)
+                scores = scores + bias.at(own, positions[:, None] - key_positions)
             elif bias is not None:
                 scores = scores + bias.between(positions, key_positions)
             if self.spec.gated:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ropewalk.cache.kv import PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
+from ropewalk.model.encodings.base import QueryBias
 from ropewalk.model.encodings.common.rotary import Rotation
 
 
@@ -46,6 +47,9 @@ class SdpaAttention:
             if isinstance(bias, DenseBias):
                 of_own = DenseBias(bias.values[:, rows, : own.max_context])
                 out[rows] = self._attend(q[rows], kv, own, of_own, rotation)
+            elif isinstance(bias, QueryBias):
+                of_queries = QueryBias(bias.table[:, rows])
+                out[rows] = self._attend(q[rows], kv, own, of_queries, rotation)
             else:
                 out[rows] = self._attend(q[rows], kv, own, bias, rotation)
         return out
@@ -83,6 +87,9 @@ class SdpaAttention:
         mask = torch.zeros_like(gap, dtype=wide).masked_fill(hidden, -torch.inf)[:, None]
         if isinstance(bias, DenseBias):
             mask = mask + bias.values[:, rows].transpose(0, 1).to(wide)
+        elif isinstance(bias, QueryBias):
+            distance = positions[rows][..., None] - key_positions[:, None]
+            mask = mask + bias.at(rows, distance).transpose(0, 1).to(wide)
         elif bias is not None:
             between = bias.between(positions[rows], key_positions)
             mask = mask + between.transpose(0, 1).to(wide)

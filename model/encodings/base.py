@@ -75,6 +75,18 @@ class MaterialisedBias(TableBias):
 
 
 @dataclass(frozen=True, slots=True)
+class QueryBias:
+    """Adds table[head, row, distance] to the score: a table for each query of one step."""
+
+    table: Tensor  # [heads, T, span] float32
+
+    def at(self, rows: Tensor, distance: Tensor) -> Tensor:
+        """Rows [..., Q] of the step, distances [..., Q, K] → bias [heads, ..., Q, K]."""
+        column = distance.clamp(0, self.table.shape[2] - 1).long()
+        return self.table[:, rows].gather(-1, column.expand(len(self.table), *column.shape))
+
+
+@dataclass(frozen=True, slots=True)
 class KeyBias:
     """Adds table[head, key position] to the score: a bias whose rounding depends on the key."""
 
@@ -225,6 +237,14 @@ class PositionalEncoding(nn.Module):
         gates = self.forget_gates()
         return None if gates is None else gates.of(x)
 
+    def query_bias(self, x: Tensor, q: Tensor) -> Tensor | None:
+        """A bias of each query's own: [T, heads, span], of keys 0, 1, … positions before it.
+
+        Keys farther away get the last one's. x: as for `gates`; q [T, heads, head_dim], before
+        `rotate`. In place of `score_bias`, where it depends on what the query is.
+        """
+        return None
+
     def for_layer(self, layer: int) -> "PositionalEncoding":
         """The encoding as layer `layer` sees it."""
         return self
@@ -265,7 +285,7 @@ class PositionalEncoding(nn.Module):
                     bias_values=sums, flops=2 * made * config.hidden_size + 2 * sums, bytes=read
                 )
             bias = own.score_bias()
-            if bias is not None:
+            if bias is not None or asks_query(own):
                 values = config.num_heads * sum(seen)
                 dense = isinstance(bias, MaterialisedBias | PairBias)
                 linear = isinstance(bias, LinearBias)
@@ -338,6 +358,11 @@ def forgets(encoding: PositionalEncoding) -> bool:
     """Whether the encoding of a layer has gates."""
     plain = inherits(encoding.gates, encoding, PositionalEncoding.gates)
     return not plain or encoding.forget_gates() is not None
+
+
+def asks_query(encoding: PositionalEncoding) -> bool:
+    """Whether the bias of a layer depends on the query itself."""
+    return not inherits(encoding.query_bias, encoding, PositionalEncoding.query_bias)
 
 
 def stored_gates(encoding: PositionalEncoding, config: ModelConfig) -> int:

@@ -22,6 +22,7 @@ from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import (
     LinearBias,
     TableBias,
+    asks_query,
     create,
     embeds,
     forgets,
@@ -38,7 +39,7 @@ from ropewalk.model.weights.quantize import Weight, round_matrices
 
 CPU = torch.device("cpu")
 FARTHEST = 512  # distances that the curve of a bias has
-Kind = Literal["rotation", "bias", "gates", "embedding", "several", "none"]
+Kind = Literal["rotation", "bias", "query_bias", "gates", "embedding", "several", "none"]
 
 WITHIN = (
     "the position is part of every token's vector before layer 0, and what the layers made of it "
@@ -183,6 +184,7 @@ class Looked:
         self.v = in_heads(before["v"], attend.head_dim)
         after = executor.run(ops, range(turns, at), now, before)
         self.queries = in_heads(after["q"], attend.head_dim)
+        self.of_queries = now.of_queries if asks_query(self.encoding) else None
         self.kv = now.layer(attend.layer)
 
     def explanation(self, query: int, key: int | None) -> Explanation:
@@ -244,6 +246,8 @@ class Looked:
             found.append("rotation")
         if encoding.score_bias() is not None:
             found.append("bias")
+        if asks_query(encoding):
+            found.append("query_bias")
         if forgets(encoding):
             found.append("gates")
         if embeds(self.whole):
@@ -286,7 +290,10 @@ class Looked:
     def _added(self, query: int, positions: Tensor) -> Tensor | None:
         """Bias and gates: added to the scores of keys at these positions [heads, keys]."""
         bias, added = self.encoding.score_bias(), None
-        if bias is not None:
+        if self.of_queries is not None:
+            distance = self.batch.positions[query] - positions
+            added = self.of_queries.at(torch.tensor([query]), distance[None])[:, 0]
+        elif bias is not None:
             added = bias.between(self.batch.positions[query : query + 1], positions)[:, 0]
         if forgets(self.encoding):
             sums = forgotten(self.kv, self.batch, self.reference.dtype)[0]

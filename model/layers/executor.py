@@ -18,10 +18,17 @@ from ropewalk.model.attention.base import (
 )
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import Activation
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, forgets
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    QueryBias,
+    asks_query,
+    forgets,
+)
 from ropewalk.model.program import (
     Activate,
     Add,
+    AskQuery,
     Attend,
     Clip,
     Embed,
@@ -59,6 +66,7 @@ class Pass:
     kv: KVCache
     layers: dict[int, PagedKV] = field(default_factory=dict)
     biased: tuple[PositionalEncoding, StepBias | None] | None = None
+    of_queries: QueryBias | None = None  # of the layer that is computed, if its encoding has one
 
     def layer(self, index: int) -> PagedKV:
         if index not in self.layers:
@@ -69,6 +77,8 @@ class Pass:
         """What the encoding adds to scores. Only the last one is kept: it may be dense."""
         if encoding is None:
             return None
+        if asks_query(encoding):
+            return self.of_queries
         if self.biased is None or self.biased[0] is not encoding:
             self.biased = None  # freed before the next is built
             self.biased = encoding, step_bias(encoding, self.batch, self.kv.block_size)
@@ -161,6 +171,7 @@ class TorchExecutor:
             Place: _place,
             Clip: _clip,
             Forget: _forget,
+            AskQuery: _ask_query,
             Rotate: _rotate,
             Store: _store,
             Gate: _gate,
@@ -278,6 +289,13 @@ def gates_of(encoding: PositionalEncoding, x: Tensor) -> Tensor:
     return gates
 
 
+def query_bias(encoding: PositionalEncoding, x: Tensor, q: Tensor) -> QueryBias:
+    """x [T, width] and q [T, heads, head_dim] → each query's own bias, as kernels read it."""
+    found = encoding.query_bias(x, q)
+    assert found is not None, "asked of encodings with such a bias alone"
+    return QueryBias(found.float().transpose(0, 1).contiguous())
+
+
 def rotated(
     encoding: PositionalEncoding, q: Tensor, k: Tensor, batch: ForwardBatch
 ) -> tuple[Tensor, Tensor]:
@@ -304,6 +322,11 @@ def _clip(op: Clip, now: Pass, *values: Tensor) -> Sequence[Tensor]:
 
 def _forget(op: Forget, now: Pass, x: Tensor) -> Sequence[Tensor]:
     now.layer(op.layer).write_gates(gates_of(op.encoding, x), now.batch.slots)
+    return ()
+
+
+def _ask_query(op: AskQuery, now: Pass, x: Tensor, q: Tensor) -> Sequence[Tensor]:
+    now.of_queries = query_bias(op.encoding, x, in_heads(q, op.head_dim))
     return ()
 
 

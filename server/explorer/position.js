@@ -44,6 +44,11 @@
       append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
+    query_bias: {
+      seen: "The encoding leaves queries and keys alone. It adds a number to each score, which the query makes of itself for every distance: this curve is this query's own.",
+      append: "The query is a later token now, with a curve of its own. The stored key has no position in it, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
+    },
     gates: {
       seen: "Each token has a gate for each head: which share of what came before it later tokens see. The score loses by every gate between the two tokens, " +
         "so that how far a key seems depends on what was said since. This curve is that of this query's own keys.",
@@ -62,6 +67,8 @@
       move: "The key has been given an earlier position. There is none in the stored key, so moving changes nothing.",
     },
   };
+
+  const CHANGING = new Set(["gates", "query_bias"]); // whose curve is that of one query
 
   const ENCODER = " This is an encoder: it reads a text as a whole, and each token sees later ones, too. Nothing is appended to what it has read, " +
     "or moved in it: another text is computed anew.";
@@ -281,7 +288,7 @@
           const now = { head, content: content?.[key] ?? null, position: position?.[key] ?? null, score: scores[key], weight: weights[key] };
           if (!grown && !moved) return now;
           if (found.kind === "none") return { ...now, weight: null };
-          const at = found.kind === "gates" ? -1 : curve?.distances.indexOf(distance) ?? -1;
+          const at = CHANGING.has(found.kind) ? -1 : curve?.distances.indexOf(distance) ?? -1;
           if (at < 0 || now.content === null) return { ...now, position: null, score: null, weight: null };
           const added = curve.heads[i][at];
           return { ...now, position: added, score: now.content + added, weight: null };
@@ -327,7 +334,7 @@
           element("div", { class: "beside" },
             element("div", {},
               bias || found.pairs ? [element("h2", {}, `Head ${found.heads[head].head}: what position adds, by distance`), curve,
-                element("p", { class: "note" }, found.kind === "gates" ? "For this query and its keys; the thin ones are other heads'." : found.bias ? "The same curve for all tokens; the thin ones are other heads'."
+                element("p", { class: "note" }, CHANGING.has(found.kind) ? "For this query and its keys; the thin ones are other heads'." : found.bias ? "The same curve for all tokens; the thin ones are other heads'."
                   : "For this query and this key, at any distance; other tokens have other curves. The thin ones are other heads'.")] : null,
               element("h2", {}, `Head ${found.heads[head].head}: every key of the text`), chart,
               element("p", { class: "note" }, grown || moved ? "The text as it is, before anything was appended or moved. " : "", found.heads[head].content ? `Ring: content. Dot: score. The stem between them is what position adds or takes.` : `Dot: score. It cannot be split: ${found.split.reason}.`)),

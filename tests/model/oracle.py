@@ -89,7 +89,8 @@ class _Model:
             q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
             projected = torch.cat([q, k, v], dim=1)
         vectors = [projected[:, i * size : (i + 1) * size] for i in range(heads + 2 * groups)]
-        bias = rule.bias(layer, positions, x)
+        queries = vectors[:heads]
+        bias = rule.bias(layer, positions, x, queries)
         gathered = []
         for head in range(heads):
             group = head * groups // heads
@@ -159,8 +160,8 @@ class NoPosition:
         """[queries, keys] of one head."""
         return self.turned(layer, q, positions) @ self.turned(layer, k, positions).T
 
-    def bias(self, layer, positions, x):
-        """[heads, queries, keys], or None. x: what the layer's attention reads."""
+    def bias(self, layer, positions, x, queries):
+        """[heads, queries, keys], or None. x: what attention reads; queries: of it, by head."""
         return None
 
 
@@ -245,7 +246,7 @@ class WideRotary(Rotary):
 class BucketBias(NoPosition):
     """A learned scalar by head and bucket of the distance (1910.10683, section 2.1)."""
 
-    def bias(self, layer, positions, x):
+    def bias(self, layer, positions, x, queries):
         name = f"encoding.layers.{layer}.weight"
         if not self.options.get("per_layer", False):
             name = "encoding.weight"
@@ -267,7 +268,7 @@ class BucketBias(NoPosition):
 class Slopes(NoPosition):
     """Each head lowers a score by its own slope per token of distance (2108.12409, section 3)."""
 
-    def bias(self, layer, positions, x):
+    def bias(self, layer, positions, x, queries):
         slopes = torch.tensor(
             [self.slope(head) for head in range(self.config.num_heads)], dtype=WIDE
         )
@@ -318,7 +319,7 @@ class DistanceOverPosition(NoPosition):
     Arxiv 2310.04418, equations 4 and 6.
     """
 
-    def bias(self, layer, positions, x):
+    def bias(self, layer, positions, x, queries):
         inner, outer = (torch.tensor(self.options[of], dtype=WIDE) for of in ("inner", "outer"))
         count = len(positions)
         found = torch.zeros(self.config.num_heads, count, count, dtype=WIDE)
@@ -339,7 +340,7 @@ class Gates(NoPosition):
         at = f"encoding.layers.{layer}."
         return x @ self.weights[f"{at}weight"].T + self.weights[f"{at}bias"]
 
-    def bias(self, layer, positions, x):
+    def bias(self, layer, positions, x, queries):
         logs = -torch.log(1 + torch.exp(-self.opened(layer, x))).to(self.tables).to(WIDE)
         found = torch.zeros(self.config.num_heads, len(x), len(x), dtype=WIDE)
         for i in range(len(x)):
@@ -354,10 +355,28 @@ class Everything(WideRotary, Gates):
     def opened(self, layer, x):
         return -x[:, : self.config.num_heads]
 
-    def bias(self, layer, positions, x):
+    def bias(self, layer, positions, x, queries):
         slopes = 0.1 * 2.0 ** -torch.arange(self.config.num_heads)
         distance = (positions[:, None] - positions).to(self.tables)
-        return Gates.bias(self, layer, positions, x) - (slopes[:, None, None] * distance).to(WIDE)
+        return Gates.bias(self, layer, positions, x, queries) - (
+            slopes[:, None, None] * distance
+        ).to(WIDE)
+
+
+class RelativeKeys(NoPosition):
+    """Keys of the distance, clipped, are added to keys (1803.02155, equation 4)."""
+
+    def bias(self, layer, positions, x, queries):
+        clip, dim = self.options["clip"], self.config.head_dim
+        size = (self.config.num_layers, clip + 1, dim)
+        keys = torch.randn(size, generator=torch.Generator().manual_seed(9)).to(WIDE)[layer]
+        found = torch.zeros(len(queries), len(positions), len(positions), dtype=WIDE)
+        for head, q in enumerate(queries):
+            for i in range(len(positions)):
+                for j in range(i + 1):
+                    distance = min(int(positions[i] - positions[j]), clip)
+                    found[head, i, j] = q[i] @ keys[distance] / math.sqrt(dim)
+        return found.to(self.tables).to(WIDE)
 
 
 RULES = {
@@ -369,6 +388,7 @@ RULES = {
     "rope": Rotary,
     "tests.model.tiny:WideRoPE": WideRotary,
     "t5": BucketBias,
+    "tests.model.tiny:Shaw": RelativeKeys,
     "tests.model.tiny:Several": Everything,
     "tests.model.tiny:Fire": DistanceOverPosition,
 }

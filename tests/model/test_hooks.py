@@ -64,6 +64,31 @@ def test_gates(act, why):
     assert re.search(why, said(with_hooks(gates=lambda self, x: act(x))))
 
 
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (
+            lambda x, q: q[:, :2],
+            r"query_bias returns float32 \[6, 2, 8\] for float32 \[6, 24\] and",
+        ),
+        (lambda x, q: q[..., 0], r"query_bias returns float32 \[6, 6\] .* floats \[6, 6, span\]"),
+        (lambda x, q: None, "query_bias returns NoneType, not Tensor"),
+        (lambda x, q: q.log(), "query_bias returns numbers that are not finite"),
+        (lambda x, q: q - x.mean(), "query_bias returns something else for a token when other"),
+    ],
+)
+def test_query_bias(act, why):
+    assert re.search(why, said(with_hooks(query_bias=lambda self, x, q: act(x, q))))
+
+
+def test_query_bias_is_the_only_bias():
+    both = {
+        "query_bias": lambda self, x, q: q,
+        "score_bias": lambda self: LinearBias(torch.ones(6)),
+    }
+    assert "query_bias takes the place of score_bias" in said(with_hooks(**both))
+
+
 def rotates(act):
     return with_hooks(rotate=lambda self, q, k, positions, offsets: act(q, k, positions))
 

@@ -15,7 +15,7 @@ from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.decoder import Decoder
-from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
 from tests.model import oracle
 from tests.model.paths import BLOCK
 from tests.model.test_contract import (
@@ -174,6 +174,8 @@ def per_head(change):
             return KeyBias(change(bias.table))
         if isinstance(bias, DenseBias):
             return DenseBias(change(bias.values))
+        if isinstance(bias, QueryBias):
+            return QueryBias(change(bias.table))
         return TableBias(change(bias.table), bias.zero)
 
     return changed
@@ -193,6 +195,10 @@ def one_further(bias, batch):
 
 def rows_one_off(bias, batch):
     return DenseBias(bias.values.roll(1, dims=1))
+
+
+def other_rows(bias, batch):
+    return QueryBias(bias.table.roll(1, dims=1))
 
 
 def keys_one_off(bias, batch):
@@ -347,6 +353,8 @@ MISTAKES = {
     "far-one-later": Mistake(in_attention(rotation=of_far(one_later)), ["rope-far"]),
     "far-keys-not-grouped": Mistake(in_attention(rotation=of_far(keys_as_near)), FAR),
     "groups-of-another-size": Mistake(in_options(group=4), FAR),
+    "queries-of-other-rows": Mistake(in_attention(bias=other_rows), ["shaw"]),
+    "queries-of-other-heads": Mistake(in_attention(bias=per_head(other_way)), ["shaw"]),
     "gates-ignored": Mistake(in_attention(spec=ungated), ["forgetting"]),
     "gates-of-other-heads": Mistake(in_attention(kv=of_gates(of_other_heads)), ["forgetting"]),
     "gates-one-off": Mistake(in_attention(kv=of_gates(of_next_tokens)), ["forgetting"]),

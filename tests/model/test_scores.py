@@ -15,6 +15,7 @@ from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import (
     LinearBias,
     PositionVectors,
+    asks_query,
     embeds,
     forgets,
     rotates,
@@ -98,10 +99,11 @@ def test_scores_of_every_encoding(name):
             assert_explained(seen, query, key, found, values, 1e-5)
             turns = rotates(encoding) or encoding.rotation() is not None
             gated, bias = forgets(encoding), encoding.score_bias() is not None
-            biased = bias or gated
+            biased = bias or gated or asks_query(encoding)
             acts = {
                 "rotation": turns,
                 "bias": bias,
+                "query_bias": asks_query(encoding),
                 "gates": gated,
                 "embedding": embeds(program.encoding),
             }

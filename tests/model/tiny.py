@@ -130,6 +130,35 @@ class Several(WideRoPE):
         return -F.softplus(x[:, : CONFIG.num_heads].to(torch.promote_types(x.dtype, torch.float32)))
 
 
+class Shaw(PositionalEncoding):
+    """Relative keys, clipped: each query meets one for each distance (arXiv 1803.02155)."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made = cls()
+        size = (config.num_layers, options["clip"] + 1, config.head_dim)
+        generator = torch.Generator().manual_seed(9)
+        made.keys = torch.randn(size, generator=generator).to(device)
+        made.layers = torch.nn.ModuleList(OfLayer(keys, config.head_dim) for keys in made.keys)
+        return made
+
+    def for_layer(self, layer):
+        return self.layers[layer]
+
+
+class OfLayer(PositionalEncoding):
+    def __init__(self, keys, dim):
+        super().__init__()
+        self.keys, self.scale = keys, dim**-0.5
+
+    def fixed_tensors(self):
+        return {"keys": self.keys}
+
+    def query_bias(self, x, q):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return q.to(wide) @ self.keys.to(wide).T * self.scale
+
+
 WIDE_ROPE = f"{__name__}:WideRoPE"
 # Of each head, five units inside its function.
 FIRE = {
@@ -177,6 +206,7 @@ ENCODINGS = {
         "sinusoidal", {"layout": "split", "slowest": "last", "offset": 2}
     ),
     "forgetting": EncodingSpec("forgetting", {}),
+    "shaw": EncodingSpec(f"{__name__}:Shaw", {"clip": 11}),
     "several": EncodingSpec(f"{__name__}:Several", ROPE | {"storage": "raw"}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
     "fire": EncodingSpec(f"{__name__}:Fire", FIRE),

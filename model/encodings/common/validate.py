@@ -20,6 +20,7 @@ from ropewalk.model.encodings.base import (
     PairBias,
     PositionalEncoding,
     ScoreBias,
+    asks_query,
     forgets,
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
@@ -80,6 +81,11 @@ class _Hooks:
         if forgets(self._encoding):
             self._check_rows("gates", self._gates)
             self._gates(slice(None), dtype=HALF)
+        if asks_query(self._encoding):
+            if self._encoding.score_bias() is not None:
+                raise self._error("query_bias takes the place of score_bias, so return None there")
+            self._check_rows("query_bias", self._query_bias)
+            self._query_bias(slice(None), dtype=HALF)
         self._check_rotation()
         self._check_fixed()
         for op in Op:
@@ -228,6 +234,16 @@ class _Hooks:
             raise self._error(
                 f"gates returns {_sizes([found])} for {_sizes([x])}, and must return a float for "
                 f"each of {self._config.num_heads} heads"
+            )
+        return found
+
+    def _query_bias(self, rows: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        x, q = self._x[rows].to(dtype), self._q[rows].to(dtype)
+        found = self._ask("query_bias", Tensor, x.clone(), q.clone())
+        if found.dim() != 3 or found.shape[:2] != q.shape[:2] or not found.is_floating_point():
+            raise self._error(
+                f"query_bias returns {_sizes([found])} for {_sizes([x, q])}, and must return "
+                f"floats [{len(q)}, {self._config.num_heads}, span]"
             )
         return found
 

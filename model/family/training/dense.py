@@ -13,7 +13,7 @@ from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.encodings.base import PositionalEncoding, stored_gates
+from ropewalk.model.encodings.base import PositionalEncoding, QueryBias, stored_gates
 from ropewalk.model.encodings.common.rotary import Rotation, Side
 from ropewalk.model.layers.executor import TorchExecutor
 
@@ -108,6 +108,10 @@ class DenseAttention:
             if isinstance(bias, DenseBias):
                 dense = bias.values.view(-1, windows, length, length)
                 scores = scores + dense[:, :, first:last, :end].transpose(0, 1)
+            elif isinstance(bias, QueryBias):
+                own = torch.arange(len(at), device=at.device).view(windows, length)[:, first:last]
+                distance = (rows[:, None] - columns).expand(windows, -1, -1)
+                scores = scores + bias.at(own, distance).transpose(0, 1)
             elif bias is not None:
                 scores = scores + bias.between(rows, columns)
             if sums is not None:

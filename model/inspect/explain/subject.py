@@ -14,6 +14,7 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
+    asks_query,
     create,
     embeds,
     find,
@@ -49,8 +50,9 @@ class Subject:
         return rotates(self.encoding) or self.encoding.rotation() is not None
 
     @property
-    def forgets(self) -> bool:
-        return forgets(self.encoding)
+    def by_content(self) -> bool:
+        """Whether what is added to scores depends on the text."""
+        return forgets(self.encoding) or asks_query(self.encoding)
 
     @property
     def embeds(self) -> bool:

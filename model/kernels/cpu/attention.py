@@ -7,7 +7,7 @@ from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation
 from ropewalk.model.kernels.cpu.bindings import ATTENTION_SUFFIXES, AttendArguments, Kernels
 
@@ -104,6 +104,11 @@ class CpuAttention:
             arguments.bias_by_key = int(isinstance(bias, KeyBias))
             if isinstance(bias, TableBias):
                 arguments.bias_zero = bias.zero
+            tensors = (table,)
+        elif isinstance(bias, QueryBias):
+            table = _per_head(bias.table, spec.num_heads)
+            arguments.bias_table = table.data_ptr()
+            arguments.bias_span, arguments.bias_by_row = table.shape[2], 1
             tensors = (table,)
         elif isinstance(bias, DenseBias):
             dense = _per_head(bias.values, spec.num_heads)

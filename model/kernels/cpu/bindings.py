@@ -28,7 +28,10 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("query_starts", "context_lens", "tables", "bases")),
         ("prompts", c_void_p),
         *((name, c_void_p) for name in ("slopes", "bias_table", "dense_bias", "gates")),
-        *((name, c_int64) for name in ("bias_span", "bias_zero", "bias_by_key", "requests")),
+        *(
+            (name, c_int64)
+            for name in ("bias_span", "bias_zero", "bias_by_row", "bias_by_key", "requests")
+        ),
         *((name, c_int64) for name in ("table_width", "heads", "kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "window", "causal")),
         ("kept", c_void_p),

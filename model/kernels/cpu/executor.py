@@ -29,8 +29,16 @@ from ropewalk.model.kernels.cpu.lowering import (
     lower,
     without_head,
 )
-from ropewalk.model.layers.executor import Pass, attended, embedded, gates_of, in_heads, rotated
-from ropewalk.model.program import Attend, Forget, Place, Program, Rotate, part_of
+from ropewalk.model.layers.executor import (
+    Pass,
+    attended,
+    embedded,
+    gates_of,
+    in_heads,
+    query_bias,
+    rotated,
+)
+from ropewalk.model.program import AskQuery, Attend, Forget, Place, Program, Rotate, part_of
 from ropewalk.model.watch import Watch
 from ropewalk.model.weights.quantize import Int4, Int8
 
@@ -106,7 +114,7 @@ class CpuExecutor:
         told.step.seconds = None if watch is None else watch.seconds.data_ptr()
         for stage in lowered.stages:
             if stage.op is not None:
-                told.compute(stage, now)
+                told.compute(lowered, stage, now)
                 if watch is not None:
                     watch.spent(part_of(stage.op))
                 continue
@@ -131,7 +139,7 @@ class _Told:
 
     @torch.inference_mode()
     def add_bias(self, lowered: Lowered, encoding: PositionalEncoding, now: Pass) -> None:
-        """Build an encoding's dense bias. Only one is held at a time."""
+        """Build an encoding's dense bias, or its queries' own. Only one is held at a time."""
         self.biased = []
         bias = now.bias(encoding)
         for index, (attend, op) in enumerate(lowered.attends):
@@ -142,7 +150,7 @@ class _Told:
                 self.biased += held
 
     @torch.inference_mode()
-    def compute(self, stage: Stage, now: Pass) -> None:
+    def compute(self, lowered: Lowered, stage: Stage, now: Pass) -> None:
         """An op that only Python can compute."""
         values = [self._view(part) for part in stage.parts]
         results: Sequence[Tensor] = ()
@@ -154,6 +162,10 @@ class _Told:
             case Forget(encoding=encoding, layer=layer):
                 (x,), values = values, []
                 now.layer(layer).write_gates(gates_of(encoding, x), now.batch.slots)
+            case AskQuery(encoding=encoding, head_dim=head_dim):
+                (x, q), values = values, []
+                now.of_queries = query_bias(encoding, x, in_heads(q, head_dim))
+                self.add_bias(lowered, encoding, now)
             case Place(encoding=encoding):
                 results = [embedded(encoding, values[0], now.batch.positions)]
             case Rotate(encoding=encoding, head_dim=head_dim):

@@ -36,6 +36,7 @@ from ropewalk.model.layers.executor import spec_of
 from ropewalk.model.program import (
     Activate,
     Add,
+    AskQuery,
     Attend,
     Clip,
     Embed,
@@ -81,7 +82,7 @@ KNOWN = {  # what `_lower` has a case for
     each.__name__
     for each in (
         *(Embed, Place, Norm, Linear, Clip, Forget, Rotate, Store),
-        *(Attend, Gate, Activate, Scale, Add, Keep),
+        *(AskQuery, Attend, Gate, Activate, Scale, Add, Keep),
     )
 }
 EACH_ROW, RUN, RESULT = 0, 1, 2  # program.hpp's codes for where a value lies
@@ -102,6 +103,8 @@ def in_python(op: Op) -> bool:
             return embeds_in_python(encoding)
         case Forget(encoding=encoding):
             return gates_in_python(encoding)
+        case AskQuery():
+            return True
         case Rotate(encoding=encoding, head_dim=head_dim):
             return rotates_in_python(encoding, head_dim)
     return False
@@ -377,7 +380,7 @@ class Lowering:
     def _lower(self, op: Op) -> None:
         if in_python(op):
             self._end_stage()
-            parts = self.in_place(op) if op.writes else [self.read(op.reads)]
+            parts = self.in_place(op) if op.writes else list(map(self.read, op.reads.split()))
             self.stages.append(Stage(range(0), op=op, parts=parts))
             return
         if isinstance(op, Attend) and self.backend is not None:

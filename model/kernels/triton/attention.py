@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -240,12 +240,14 @@ def _of_bias(bias: StepBias | None, q: Tensor) -> dict[str, Any]:
             "bias_head": dense.stride(0),
             "bias_row": dense.stride(1),
         }
-    table = bias.table.float().contiguous().expand(heads, -1)
+    table = bias.table.float().contiguous()
+    table = table.expand(heads, *table.shape[1:])
     return told | {
         "BIAS": "key" if isinstance(bias, KeyBias) else "table",
         "bias": table,
         "bias_head": table.stride(0),
-        "bias_span": table.shape[1],
+        "bias_row": table.stride(1) if isinstance(bias, QueryBias) else 0,
+        "bias_span": table.shape[-1],
         "bias_zero": bias.zero if isinstance(bias, TableBias) else 0,
     }
 

@@ -205,9 +205,9 @@ def attend(
                 seen &= gap < WINDOW
             scores = _biased(
                 scores,
-                bias
-                + head.to(tl.int64)[:, None] * bias_head,  # in 64 bits, as a dense bias is large
-                (first_row + row)[:, None] * bias_row + key[None, :],
+                # In 64 bits, as a dense bias is large.
+                bias + (head.to(tl.int64) * bias_head + (first_row + row) * bias_row)[:, None],
+                key[None, :],
                 at[:, None] - key_at[None, :],
                 key_at[None, :],
                 seen,
@@ -388,18 +388,18 @@ def _products(query_a, query_b, key_a, key_b, FACTOR: tl.constexpr):
 
 
 @triton.jit
-def _biased(scores, of_head, place, distance, key_at, seen, span, zero, BIAS: tl.constexpr):
-    """Scores plus the bias at of_head [QUERIES, 1]: a slope, a table, or dense values at `place`.
+def _biased(scores, own, key, distance, key_at, seen, span, zero, BIAS: tl.constexpr):
+    """Scores plus the bias at own [QUERIES, 1]: a slope, a table, or values by key [1, KEYS].
 
     distance [QUERIES, KEYS] and key_at [1, KEYS] are in positions.
     """
     if BIAS == "linear":
-        scores -= tl.load(of_head) * distance.to(tl.float32)
+        scores -= tl.load(own) * distance.to(tl.float32)
     elif BIAS == "table":
         column = tl.minimum(tl.maximum(distance + zero, 0), span - 1)
-        scores += tl.load(of_head + column, mask=seen, other=0.0)
+        scores += tl.load(own + column, mask=seen, other=0.0)
     elif BIAS == "key":
-        scores += tl.load(of_head + tl.minimum(key_at, span - 1), mask=seen, other=0.0)
+        scores += tl.load(own + tl.minimum(key_at, span - 1), mask=seen, other=0.0)
     elif BIAS == "dense":
-        scores += tl.load(of_head + place, mask=seen, other=0.0)
+        scores += tl.load(own + key, mask=seen, other=0.0)
     return scores

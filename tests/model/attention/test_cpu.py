@@ -11,7 +11,7 @@ from ropewalk.cache.kv import LayerKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, NoBackend, choose
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
-from ropewalk.model.encodings.base import KeyBias, LinearBias, TableBias
+from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.running import CPU, Running, make_batch
 from tests.products import pairs
@@ -57,6 +57,7 @@ def biases(heads, batch):
         TableBias(torch.randn(heads, 9, generator=generator), zero=2),
         KeyBias(torch.randn(heads, 200, generator=generator)),
         DenseBias(torch.randn(heads, rows, batch.max_context, generator=generator)),
+        QueryBias(torch.randn(heads, rows, 6, generator=generator)),
     ]
 
 

@@ -48,7 +48,7 @@ def error(given, bias, lengths, block_size, changed=lambda given, bias: (given, 
     return (TritonHere(other)(q, kv, batch, bias, None) - exact).abs().max()
 
 
-@pytest.mark.parametrize("bias", range(5))
+@pytest.mark.parametrize("bias", range(6))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_and_single_rows_in_one_batch(shape, bias):
     *shape, window, causal, block_size = SHAPES[shape]
@@ -298,7 +298,7 @@ def test_on_one_device():
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="there is no CUDA device")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("bias", range(5))
+@pytest.mark.parametrize("bias", range(6))
 def test_long_contexts_on_a_gpu(bias, dtype, head_dim):
     given = spec(32, 8, head_dim, dtype)
     assert TritonAttention.why_not(replace(given, device=DEVICE)) is None

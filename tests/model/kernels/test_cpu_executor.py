@@ -118,7 +118,13 @@ def test_every_encoding(encoding, dtype, kernels):
     if ENCODINGS[encoding].name == WIDE_ROPE:  # its tables are too wide for the kernels
         encoding, options = "rope", ENCODINGS[encoding].options
     decoders = both(encoding, kernels, dtype, options=options)
-    parts = {"t5-materialised": 2, "t5-materialised-per-layer": 4, "fire": 2, "several": 13}
+    parts = {
+        "t5-materialised": 2,
+        "t5-materialised-per-layer": 4,
+        "fire": 2,
+        "several": 13,
+        "shaw": 7,
+    }
     assert len(stages(decoders[0])) == parts.get(encoding, 1)
     for stored in (None, torch.int8):
         assert equal(decoders, stored=stored)

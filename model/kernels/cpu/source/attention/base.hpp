@@ -22,10 +22,11 @@ extern "C" struct AttendArguments {
   const int64_t *query_starts, *context_lens, *tables, *bases;  // [R + 1] [R] [R, width] twice
   const int64_t *prompts;  // [R] whether a request's rows are of its prompt; or null: unknown
   const float *slopes;                                          // [heads] or null
-  const float *bias_table;                                      // [heads, bias_span] or null
+  const float *bias_table;  // [heads, bias_span], or for each row [heads, T, bias_span]; or null
   const float *dense_bias;  // [heads, T, bias_span] or null: by row and key index
   const float *gates;       // [blocks, heads, block_size] or null: logarithms
   int64_t bias_span, bias_zero;
+  int64_t bias_by_row;
   int64_t bias_by_key;  // the table's columns are key positions instead of distances + bias_zero
   int64_t requests, table_width, heads, kv_heads, head_dim, block_size;
   int64_t window;  // keys a query sees; 0: all before it
@@ -303,7 +304,8 @@ class Attending {
         a_.slopes || a_.bias_table || a_.dense_bias || a_.gates ? INT64_MIN : INT64_MAX;
     if (a_.slopes) state.slope = a_.slopes[query_head];
     if (a_.bias_table) {
-      state.table = a_.bias_table + query_head * a_.bias_span;
+      state.table =
+          a_.bias_table + (a_.bias_by_row ? query_head * rows + row : query_head) * a_.bias_span;
       state.far = Real(state.table[a_.bias_span - 1]);
       if (state.far == 0 && !a_.bias_by_key)  // T5's window form
         state.unbiased = state.position + a_.bias_zero - (a_.bias_span - 1);
