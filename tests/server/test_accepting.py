@@ -82,8 +82,7 @@ def test_silent_connections_keep_nobody_out(few):
 
 
 def test_connections_at_work_are_never_closed_and_new_ones_wait(few, caplog):
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     with running(toy_app(engine)) as (url, _), contextlib.ExitStack() as stack:
         busy = [stack.enter_context(connect(url)) for _ in range(LIMIT)]
         for number, client in enumerate(busy[1:]):

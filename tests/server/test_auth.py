@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.server.test_app import error_of
-from tests.server.toy import ScriptedEngine, ask, toy_app
+from tests.server.toy import ScriptedEngine, ask, error_of, toy_app
 
 KEYS = frozenset({"sesame", "zweiter-schlüssel"})
 OPEN = {"/health", "/health/live", "/health/ready"}
@@ -157,5 +156,8 @@ def test_a_browser_that_asks_in_vain_is_told_why(changed):
 
 def test_pages_of_other_origins_may_not():
     for app in (toy_app(), toy_app(allowed_origins=frozenset({"https://other.example"}))):
-        response = ask(app, "GET", "/v1/models", headers={"origin": PAGE})
-        assert "access-control-allow-origin" not in response.headers
+        asked = {"origin": PAGE, "access-control-request-method": "POST"}
+        for method in ("GET", "OPTIONS"):
+            response = ask(app, method, "/v1/models", headers=asked)
+            assert "access-control-allow-origin" not in response.headers
+    assert error_of(ask(toy_app(), "OPTIONS", "/v1/models", headers=asked), 405)

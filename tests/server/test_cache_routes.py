@@ -29,8 +29,7 @@ from tests.server.fake_engine import (
     make_request,
     slowly,
 )
-from tests.server.test_app import error_of
-from tests.server.toy import ScriptedEngine, ask, running, sample, toy, toy_app, wait_for
+from tests.server.toy import ScriptedEngine, ask, error_of, running, sample, toy, toy_app, wait_for
 
 ENTRIES = 2 * 3 * 2  # of a token: keys and values of 3 layers of 2 heads
 BYTES = ENTRIES * 8 * 4

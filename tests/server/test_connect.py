@@ -179,8 +179,7 @@ def test_over_tls_refusals_and_deadlines_are_the_same(secure, certificate) -> No
 
 
 def test_a_client_that_leaves_ends_its_stream(certificate, tmp_path) -> None:
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     body = {"model": "toy", "messages": [{"role": "user", "content": "a"}], "stream": True}
 
     def leave(url: str, trusted: Path | None) -> None:

@@ -132,8 +132,7 @@ def test_where_all_models_are_full_one_gives_an_appointment():
 
 
 def full_app(**more):
-    engine = ScriptedEngine()
-    engine.ahead = Outlook(seats=0, waiting=3, places=3, **more)
+    engine = ScriptedEngine(ahead=Outlook(seats=0, waiting=3, places=3, **more))
     return toy_app(engine)
 
 

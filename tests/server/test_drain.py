@@ -37,8 +37,7 @@ def texts(raw: bytes) -> str:
 
 
 def test_running_streams_finish_and_new_requests_are_refused():
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     with running(toy_app(engine)) as (url, server):
         with connect(url) as client:
             client.sendall(completion(stream=True, max_tokens=40))
@@ -63,8 +62,7 @@ def test_running_streams_finish_and_new_requests_are_refused():
 
 
 def test_streams_over_the_limit_get_an_error_frame():
-    engine = ScriptedEngine()
-    engine.pause = 0.05
+    engine = ScriptedEngine(pause=0.05)
     with running(toy_app(engine), drain_seconds=0.5) as (url, server), connect(url) as client:
         client.sendall(completion(stream=True, max_tokens=400))
         wait_for(lambda: engine.live == 1)
@@ -75,8 +73,7 @@ def test_streams_over_the_limit_get_an_error_frame():
 
 
 def test_a_second_signal_cuts_at_once():
-    engine = ScriptedEngine()
-    engine.pause = 0.05
+    engine = ScriptedEngine(pause=0.05)
     with running(toy_app(engine), drain_seconds=60) as (url, server), connect(url) as client:
         client.sendall(completion(stream=True, max_tokens=400))
         wait_for(lambda: engine.live == 1)
@@ -115,8 +112,7 @@ PROGRAM = """
     from ropewalk.server.http.protocol import Server, uvicorn_config
     from tests.server.toy import ScriptedEngine, toy_app
 
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     app = toy_app(engine)
     config = uvicorn_config(app, host="127.0.0.1", port=int(sys.argv[1]), access_log=False)
     Server(config, app.state.drain, 10.0).run()

@@ -357,8 +357,7 @@ def test_a_preempted_embedding_is_the_same(place, tmp_path):
 
 
 def test_a_client_that_leaves_is_aborted():
-    engine = ScriptedEngine()
-    engine.pause = 60
+    engine = ScriptedEngine(pause=60)
     app = toy_app(engine)
     with running(app) as (url, _):
         with contextlib.suppress(httpx.ReadTimeout):
@@ -368,8 +367,7 @@ def test_a_client_that_leaves_is_aborted():
 
 @pytest.mark.parametrize("error", [CacheChanged("it changed"), RuntimeError("a bug")])
 def test_an_engine_that_fails_is_said(error):
-    engine = ScriptedEngine()
-    engine.failure_at = (1, error)
+    engine = ScriptedEngine(failure_at=(1, error))
     answer = ask(toy_app(engine), "POST", "/v1/embeddings", json={"input": "a"})
     assert answer.status_code == 500 and "error" in answer.json()
 

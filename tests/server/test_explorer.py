@@ -6,8 +6,7 @@ from hashlib import sha256
 
 import pytest
 
-from tests.server.test_app import error_of
-from tests.server.toy import ask, toy_app
+from tests.server.toy import ask, error_of, toy_app
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 MOST = 250_000  # bytes

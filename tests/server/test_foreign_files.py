@@ -11,8 +11,7 @@ from ropewalk.model.tokenizers.hf import HfTokenizer, read_tokenizer_json
 from ropewalk.server.openai import requests
 from tests.model.tokenizers.test_chat_process import DOUBLE, EITHER, LOOP
 from tests.model.tokenizers.test_foreign_files import PANICS
-from tests.server.test_app import error_of
-from tests.server.toy import ask, chat, running, sample, toy, toy_app
+from tests.server.toy import ask, chat, error_of, running, sample, toy, toy_app
 
 PANICKING = "a" * 39 + "!"
 TALK = [{"role": "user", "content": "loop"}]

@@ -125,11 +125,9 @@ def test_a_refusal_names_path_field_and_reason(body, path, said, caplog):
 
 
 def test_a_refusal_of_the_engine_or_the_middleware_has_one_too(caplog):
-    engine = ScriptedEngine()
-    engine.refuse = QueueFull("too many wait")
+    engine = ScriptedEngine(refuse=QueueFull("too many wait"))
     complete(toy_app(engine))
-    engine = ScriptedEngine()
-    engine.failure_at = (1, RequestFailed("logits are not finite"))
+    engine = ScriptedEngine(failure_at=(1, RequestFailed("logits are not finite")))
     complete(toy_app(engine))
     ask(toy_app(api_keys=frozenset({"k"})), "GET", "/v1/models/")
     full, failed, keyless = (line for line in lines(caplog) if line.startswith(("GET", "POST")))
@@ -260,8 +258,7 @@ def test_a_connection_that_asks_nothing_has_none(caplog, monkeypatch):
 
 
 def test_a_client_that_leaves_before_its_answer_has_one(caplog):
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     app = toy_app(engine)
     with running(app) as (url, _):
         with connect(url) as client:

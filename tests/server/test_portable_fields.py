@@ -9,7 +9,6 @@ from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.metrics.exporter import Metrics
 from tests.model.tokenizers.samples import byte_level
 from tests.server.fake_engine import VOCAB, make_engine
-from tests.server.test_app import error_of, events
 from tests.server.toy import (
     BEGIN,
     CONTEXT,
@@ -18,6 +17,8 @@ from tests.server.toy import (
     ask,
     chat,
     complete,
+    error_of,
+    events,
     running,
     toy,
     toy_app,

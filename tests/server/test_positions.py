@@ -15,8 +15,7 @@ from ropewalk.server.engine import openmp
 from tests.model import encoder_decoders
 from tests.model.checkpoints import save
 from tests.server.fake_engine import loaded_app
-from tests.server.test_app import error_of
-from tests.server.toy import ask, running, toy_app
+from tests.server.toy import ask, error_of, running, toy_app
 
 ROOT = Path(__file__).parents[2]
 PATH = "/v1/positions/explain"

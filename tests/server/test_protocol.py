@@ -417,8 +417,7 @@ def test_a_refused_head_request_gets_no_body(url, caplog):
 
 
 def test_an_answer_may_take_longer_than_the_deadline_of_the_request():
-    engine = ScriptedEngine()
-    engine.pause = 0.05
+    engine = ScriptedEngine(pause=0.05)
     with running(toy_app(engine), http=Hasty) as (address, _), connect(address) as client:
         client.sendall(completion(max_tokens=20, stream=True))
         assert read_until(client, b"[DONE]").count(b"data: ") == 21
@@ -447,8 +446,7 @@ def test_garbage_after_the_request_leaves_its_answer_whole(url):
 @pytest.mark.parametrize("more", [b"\r\n", GET + b"\r\n", completion(max_tokens=9)])
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_sent_more_and_leaves_is_noticed(more, stream):
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     with running(toy_app(engine)) as (address, _):
         with connect(address) as client:
             client.sendall(completion(max_tokens=400, stream=stream))
@@ -469,8 +467,7 @@ def half_closed(url, data: bytes) -> bytes:
 
 @pytest.mark.parametrize("pause", [0, 0.02])
 def test_a_half_closed_client_gets_its_answer(pause):
-    engine = ScriptedEngine()
-    engine.pause = pause
+    engine = ScriptedEngine(pause=pause)
     with running(toy_app(engine)) as (address, server):
         raw = half_closed(address, completion(max_tokens=20))
         assert raw.startswith(b"HTTP/1.1 200 OK\r\n") and raw.count(b"HTTP/1.1") == 1
@@ -488,8 +485,7 @@ def test_a_half_closed_client_gets_its_answer(pause):
 def test_a_half_closed_client_that_leaves_later_frees_its_request(monkeypatch):
     """Nothing is sent to it before its whole answer, so only a probe can tell."""
     monkeypatch.setattr(Protocol, "probe_seconds", 1)
-    engine = ScriptedEngine()
-    engine.pause = 60
+    engine = ScriptedEngine(pause=60)
     with running(toy_app(engine)) as (address, _):
         with connect(address) as client:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)  # forgotten after 1 s
@@ -506,8 +502,7 @@ def refusal_code(raw: bytes) -> str:
 
 
 def test_a_half_closed_client_gets_all_its_answers_in_order():
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     both = completion(max_tokens=9) + SECOND + completion(max_tokens=3, stream=True)
     with running(toy_app(engine)) as (address, _):
         raw = half_closed(address, both)
@@ -523,8 +518,7 @@ def test_a_half_closed_client_gets_all_its_answers_in_order():
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("before", ["first token", "answer"])
 def test_a_half_closed_client_that_leaves_is_noticed(stream, before):
-    engine = ScriptedEngine()
-    engine.pause = 60 if before == "first token" else 0.02
+    engine = ScriptedEngine(pause=60 if before == "first token" else 0.02)
     app = toy_app(engine)
     with running(app) as (address, server):
         with connect(address) as client:
@@ -539,8 +533,7 @@ def test_a_half_closed_client_that_leaves_is_noticed(stream, before):
 
 
 def test_a_unix_socket_may_be_half_closed(tmp_path):
-    engine = ScriptedEngine()
-    engine.pause = 0.02
+    engine = ScriptedEngine(pause=0.02)
     path = tmp_path / "s"
     with running(toy_app(engine), path=path), socket.socket(socket.AF_UNIX) as client:
         client.settimeout(10)

@@ -39,8 +39,7 @@ def test_it_answers_as_the_application_does(options, monkeypatch):
     monkeypatch.setattr(
         Shedder, "answer", lambda *args: answer(*args) or read.append(args[1]) or None
     )
-    engine = ScriptedEngine()
-    engine.ahead = FULL
+    engine = ScriptedEngine(ahead=FULL)
     app = toy_app(engine, **options)
     with running(app) as (url, _):
         usual, quick = ask(url, PLAIN), ask(url, request(**KEY, x_request_id="mine"))
@@ -61,8 +60,7 @@ def test_it_answers_as_the_application_does(options, monkeypatch):
 
 
 def test_a_request_that_comes_in_pieces_is_refused_in_the_end():
-    engine = ScriptedEngine()
-    engine.ahead = FULL
+    engine = ScriptedEngine(ahead=FULL)
     with running(toy_app(engine)) as (url, _):
         ask(url, PLAIN)
         with connect(url) as client:

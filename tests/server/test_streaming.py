@@ -26,8 +26,7 @@ LABELS = {"model_name": "toy", "encoding": "rope"}
 
 
 def slow_engine(pause: float = 0.02) -> ScriptedEngine:
-    engine = ScriptedEngine()
-    engine.pause = pause
+    engine = ScriptedEngine(pause=pause)
     return engine
 
 

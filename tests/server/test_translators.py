@@ -353,8 +353,7 @@ def test_an_answer_that_ends_by_itself_is_completed():
 
 
 def test_a_whole_message():
-    engine = ScriptedEngine()
-    engine.cached = 3
+    engine = ScriptedEngine(cached=3)
     app = toy_app(engine)
     body = send(app, MESSAGES).json()
     assert body.pop("id").startswith("msg_")
@@ -376,8 +375,7 @@ def test_a_whole_message():
 
 
 def test_a_streamed_message_builds_the_whole_one():
-    engine = ScriptedEngine()
-    engine.cached = 3
+    engine = ScriptedEngine(cached=3)
     app = toy_app(engine)
     found = events(send(app, MESSAGES, stream=True).text)
     assert types(found) == [
@@ -423,8 +421,7 @@ WRITES = Conventions(format=replace(HERMES, think=THINK), told=Told.TOOLS)
 
 def saying(said: str, batch: int):
     """An application of a model that says it, and writes calls and reasoning as Hermes and Qwen."""
-    engine = ScriptedEngine(lambda request: list(said.encode()))
-    engine.batch = batch
+    engine = ScriptedEngine(lambda request: list(said.encode()), batch=batch)
     return toy_app(engine, [toy(conventions=WRITES)])
 
 
@@ -551,8 +548,7 @@ def test_a_failure_is_told_in_the_api_s_own_way(path):
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 def test_a_client_that_leaves_is_aborted(path):
-    engine = ScriptedEngine()
-    engine.pause = 0.01
+    engine = ScriptedEngine(pause=0.01)
     with running(toy_app(engine)) as (url, _), connect(url) as client:
         client.sendall(post(path, BODIES[path] | {"stream": True, "stop_token_ids": [0]}))
         read_until(client, b"delta")
@@ -563,8 +559,7 @@ def test_a_client_that_leaves_is_aborted(path):
 
 @pytest.mark.parametrize(("path", "ping"), [(RESPONSES, b": ping"), (MESSAGES, b"event: ping\n")])
 def test_an_idle_stream_is_kept_open(path, ping):
-    engine = ScriptedEngine()
-    engine.pause = 0.2
+    engine = ScriptedEngine(pause=0.2)
     with running(toy_app(engine, ping_s=0.05)) as (url, _), connect(url) as client:
         client.sendall(post(path, BODIES[path] | {"stream": True}))
         read_until(client, ping)
@@ -572,8 +567,7 @@ def test_an_idle_stream_is_kept_open(path, ping):
 
 def test_a_response_that_fails_before_its_first_token_has_begun():
     """As clients expect of a stream that was pinged."""
-    engine = ScriptedEngine()
-    engine.pause = 0.5
+    engine = ScriptedEngine(pause=0.5)
     app = toy_app(engine, first_ping_s=0.05, request_timeout_s=0.2)
     with running(app) as (url, _):
         answer = httpx.post(f"{url}{RESPONSES}", json=BODIES[RESPONSES] | {"stream": True})

@@ -3,9 +3,10 @@
 import asyncio
 import codecs
 import contextlib
+import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import httpx
@@ -13,6 +14,7 @@ import httpx
 from ropewalk.model.chat.template import ChatTemplate
 from ropewalk.server import listen
 from ropewalk.server.app.app import create_app
+from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.config import HttpOptions
 from ropewalk.server.errors import PromptTooLong, ServeError
 from ropewalk.server.http.protocol import Server, uvicorn_config
@@ -30,6 +32,8 @@ END = 256  # ends a text
 BEGIN = 257
 VOCABULARY = 300
 CONTEXT = 512
+LABELS = {"model_name": "toy", "encoding": "rope"}  # of a toy's metrics
+UNMATCHED = {"model_name": "unmatched", "encoding": "unmatched"}  # of requests for no model
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -57,10 +61,22 @@ class ByteTokenizer:
 class ScriptedEngine:
     """Generates `script(request)`, one batch of tokens per iteration, ending like a real engine.
 
-    `gate` holds tokens back while cleared; `failure_at` fails a request at its k-th token.
+    pause: seconds before each iteration; batch: tokens in it; cached: tokens of each prompt.
+    refuse: raised instead of an answer; failure_at: (k, what fails a request at its k-th token).
+    ahead: the outlook of those who ask for one.
     """
 
-    def __init__(self, script: Callable[[Request], Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        script: Callable[[Request], Sequence[int]] | None = None,
+        *,
+        pause: float = 0.0,
+        batch: int = 1,
+        cached: int = 0,
+        refuse: ServeError | None = None,
+        failure_at: tuple[int, Exception] | None = None,
+        ahead: Outlook | None = None,
+    ) -> None:
         self.script = script or (lambda request: list(b"Hello, world! " * 200))
         self.alive = True
         self.failure: str | None = None
@@ -71,12 +87,12 @@ class ScriptedEngine:
         self.aborted: list[Request] = []
         self.ended: list[Request] = []
         self.live = 0
-        self.batch = 1
-        self.pause = 0.0
-        self.refuse: ServeError | None = None
-        self.failure_at: tuple[int, Exception] | None = None
-        self.cached = 0
-        self.ahead = Outlook()
+        self.batch = batch
+        self.pause = pause
+        self.refuse = refuse
+        self.failure_at = failure_at
+        self.cached = cached
+        self.ahead = ahead or Outlook()
         self.context = CONTEXT
 
     def start(self) -> None:
@@ -204,15 +220,28 @@ def toy(name: str = "toy", **changes) -> Served:
     return Served(**(values | changes))
 
 
-def toy_app(engine=None, served: Sequence[Served] | None = None, metrics=None, **options):
-    """An application over a scripted engine."""
-    served = list(served or [toy()])
+def toy_app(
+    engine=None,
+    served: Sequence[Served] | None = None,
+    metrics=None,
+    *,
+    planners: Mapping[str, CachePlanner] | None = None,
+    place=None,
+    traces=None,
+    **options,
+):
+    """An application over a scripted engine, of a toy for each planner unless `served` says more.
+
+    options: of HttpOptions. The metrics are in its state.
+    """
+    served = list(served or [toy(name) for name in planners or ["toy"]])
     metrics = metrics or Metrics()
     for one in served:
         metrics.add_model(
             one.name, one.encoding, {"layers": "2"}, bytes_per_token=64, blocks=8, block_size=16
         )
-    app = create_app(Models(served), engine or ScriptedEngine(), metrics, HttpOptions(**options))
+    engine, options = engine or ScriptedEngine(), HttpOptions(**options)
+    app = create_app(Models(served), engine, metrics, options, place, planners, traces)
     app.state.metrics = metrics
     return app
 
@@ -228,14 +257,34 @@ def ask(app, method: str, path: str, **more) -> httpx.Response:
     return asyncio.run(run())
 
 
-def complete(app, **body) -> httpx.Response:
-    return ask(app, "POST", "/v1/completions", json={"model": "toy", "prompt": "abc"} | body)
+def complete(app, headers=None, **body) -> httpx.Response:
+    body = {"model": "toy", "prompt": "abc"} | body
+    return ask(app, "POST", "/v1/completions", json=body, headers=headers)
 
 
 def chat(app, **body) -> httpx.Response:
     messages = [{"role": "user", "content": "abc"}]
     path = "/v1/chat/completions"
     return ask(app, "POST", path, json={"model": "toy", "messages": messages} | body)
+
+
+def events(text: str) -> list:
+    """The JSON of every event of a stream; [DONE] must be last, and is left out."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+def error_of(response: httpx.Response, status: int) -> dict:
+    """The error of an answer that must be one JSON refusal with that status."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert len(response.content) <= 1024
+    return body["error"]
 
 
 @contextlib.contextmanager
@@ -266,6 +315,16 @@ def running(
     assert not thread.is_alive()
 
 
+@contextlib.contextmanager
+def asking(app, **options) -> Iterator[httpx.Client]:
+    """A client of the application behind a real socket. options: of `running`."""
+    with (
+        running(app, **options) as (url, _),
+        httpx.Client(base_url=url, timeout=30) as client,
+    ):
+        yield client
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait until it holds; fails after `seconds`."""
     end = time.monotonic() + seconds
@@ -281,3 +340,9 @@ def sample(metrics: Metrics, name: str, **labels) -> float:
     samples = [each for family in families for each in family.samples]
     (value,) = [each.value for each in samples if (each.name, each.labels) == (name, labels)]
     return value
+
+
+def rejected(app, reason: str, code: str, labels: Mapping[str, str] = LABELS) -> float:
+    """How many requests were refused for that reason."""
+    metrics = app.state.metrics
+    return sample(metrics, "request_rejections_total", reason=reason, code=code, **labels)
