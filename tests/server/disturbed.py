@@ -4,11 +4,10 @@ import random
 import time
 from dataclasses import dataclass
 
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.scheduling.request import Overflow, Request
-from tests.server.fake_engine import configured
+from ropewalk.server.scheduling.request import Overflow
+from tests.server.fake_engine import configured, make_request
 
 CONTEXT = 160
 
@@ -50,26 +49,20 @@ def requests(
         prompt = rng.choice(stems)[: rng.choice([0, 0, 16, 31, 33])] + own
         going_on = overflow is not Overflow.REFUSE and index % 3 == 0
         longest = context - (1 if encoder else len(prompt))
-        params = SamplingParams(
-            max_tokens=2 * context if going_on else rng.randint(1, longest),
-            temperature=1.0 if seeded else 0.0,
-            logprobs=2,
-            prompt_logprobs=1 if index % 7 == 3 and not (encoder or going_on) else None,
-        )
+        alike = {
+            "max_tokens": 2 * context if going_on else rng.randint(1, longest),
+            "temperature": 1.0 if seeded else 0.0,
+            "logprobs": 2,
+            "prompt_logprobs": 1 if index % 7 == 3 and not (encoder or going_on) else None,
+            "arrival": time.monotonic(),
+            "source": tuple(prompt) if encoder else (),
+            "overflow": overflow if going_on else Overflow.REFUSE,
+        }
         for choice in range(3 if index % 10 == 5 and not encoder else 1):
-            made.append(
-                Request(
-                    id=f"r{index}.{choice}",
-                    tokens=[0] if encoder else list(prompt),
-                    num_prompt=1 if encoder else len(prompt),
-                    params=params,
-                    arrival=time.monotonic(),
-                    rng=random.Random(f"{index}.{choice}"),
-                    source=tuple(prompt) if encoder else (),
-                    sibling=f"r{index}.0" if choice else None,
-                    overflow=overflow if going_on else Overflow.REFUSE,
-                )
-            )
+            own = {"rng": random.Random(f"{index}.{choice}")}
+            own["sibling"] = f"r{index}.0" if choice else None
+            name = f"r{index}.{choice}"
+            made.append(make_request(name, [0] if encoder else prompt, **alike, **own))
     return made
 
 

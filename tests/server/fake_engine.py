@@ -2,7 +2,7 @@
 
 import random
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -23,7 +23,7 @@ from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.engine.warm_up import Speed
-from ropewalk.server.launch.build import load_models
+from ropewalk.server.launch.build import engine_of, load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.request import Limits, Request
@@ -32,10 +32,12 @@ from tests.cache.bookkeeping import Bookkeeping
 from tests.cache.shape import Shape
 from tests.command_line import configured
 from tests.model.tiny import CONFIG
+from tests.server.toy import toy, toy_app
 
 VOCAB = 50
 BLOCK = 4
 CPU = torch.device("cpu")
+PARAMS = {each.name for each in fields(SamplingParams)}
 SPEED = Speed(turn=0.25, copy=0.5, compute=8.0)
 
 
@@ -92,9 +94,9 @@ def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED,
 
 def loaded_app(*flags):
     """The application of a server with these flags; its metrics are in its state."""
-    metrics = Metrics()
-    loaded = load_models(configured(*flags), metrics)
-    engine = AsyncEngine({each.served.name: each.engine for each in loaded}, metrics.observe_step)
+    config, metrics = configured(*flags), Metrics()
+    loaded = load_models(config, metrics)
+    engine = engine_of(config, loaded, metrics, lambda: None)
     planners = {each.served.name: each.planner for each in loaded}
     models = Models(each.served for each in loaded)
     app = create_app(models, engine, metrics, HttpOptions(), None, planners)
@@ -102,13 +104,20 @@ def loaded_app(*flags):
     return app
 
 
-def make_request(name, prompt, **params):
-    chosen = {"max_tokens": 5, "temperature": 0.0} | params
-    return Request(
-        id=name,
-        tokens=list(prompt),
-        num_prompt=len(prompt),
-        params=SamplingParams(**chosen),
-        arrival=0.0,
-        rng=random.Random(0),
-    )
+def engine_app(engine, served=None, *, options=None, **more):
+    """The application of a toy over an engine that steps in its thread.
+
+    options: of the asynchronous engine; more: of `toy_app`.
+    """
+    served, metrics = served or toy(vocab_size=VOCAB, max_context=100), Metrics()
+    running = AsyncEngine({served.name: engine}, metrics.observe_step, **options or {})
+    return toy_app(running, [served], metrics, **more)
+
+
+def make_request(name, prompt, **chosen):
+    """Greedy and of five tokens, unless `chosen` says otherwise: what it has itself, and how."""
+    chosen = {"arrival": 0.0, "rng": random.Random(0), "max_tokens": 5, "temperature": 0.0} | chosen
+    own, params = {}, {}
+    for key, value in chosen.items():
+        (params if key in PARAMS else own)[key] = value
+    return Request(name, list(prompt), len(prompt), SamplingParams(**params), **own)

@@ -11,30 +11,22 @@ from ropewalk.cache.operations import Operations
 from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.sampler import Sampler
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.statistics import PositionMeter
-from ropewalk.server.scheduling.request import Limits, Request
+from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT
-from tests.server.fake_engine import auditor_of
+from tests.server.fake_engine import auditor_of, make_request
 
 BLOCK = 4
 LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_queue=100)
 
 
 def request(name, prompt, *, max_tokens, seed=None, **more):
-    temperature = 0.0 if seed is None else 1.0
-    return Request(
-        id=name,
-        tokens=list(prompt),
-        num_prompt=len(prompt),
-        params=SamplingParams(max_tokens=max_tokens, temperature=temperature),
-        arrival=0.0,
-        rng=random.Random(seed),
-        **more,
-    )
+    """Greedy without a seed."""
+    more |= {"temperature": 0.0 if seed is None else 1.0, "rng": random.Random(seed)}
+    return make_request(name, prompt, max_tokens=max_tokens, **more)
 
 
 def engine(

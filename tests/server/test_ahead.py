@@ -17,12 +17,13 @@ from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
 from ropewalk.model.kernels.graphs.replay import ReplayedDecoder, buckets
 from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.sampler import Sampler
-from ropewalk.model.sampling import History, SamplingParams
+from ropewalk.model.sampling import History
 from ropewalk.server.engine.engine import Runner
-from ropewalk.server.scheduling.request import Limits, Overflow, Request
+from ropewalk.server.scheduling.request import Limits, Overflow
 from tests.model.test_replay import Replaying, on, with_weights
 from tests.model.tiny import tiny
 from tests.products import pairs
+from tests.server.fake_engine import make_request
 from tests.server.recording import engine
 
 LIMITS = Limits(max_seqs=4, max_step_tokens=16, max_context=40, max_queue=100)
@@ -177,25 +178,17 @@ def workload(ways, seed, count=14):
         prompt = stem[: rng.choice([0, 4, 9])] + [
             rng.randrange(61) for _ in range(rng.randint(1, 9))
         ]
-        params = SamplingParams(
-            max_tokens=rng.choice([1, 2, 15, 30]),
-            stop_ids=frozenset(rng.sample(range(61), 3)),
-            **ways[i % len(ways)],
-        )
-        plain = params.prompt_logprobs is None
-        made = Request(
-            id=f"r{i}",
-            tokens=prompt,
-            num_prompt=len(prompt),
-            params=params,
-            arrival=time.monotonic(),
-            rng=random.Random(i),
-            overflow=rng.choice([Overflow.REFUSE, Overflow.SHIFT]) if plain else Overflow.REFUSE,
-        )
-        requests.append(made)
+        params = {"max_tokens": rng.choice([1, 2, 15, 30]), "temperature": 1.0}
+        params["stop_ids"] = frozenset(rng.sample(range(61), 3))
+        params |= ways[i % len(ways)]
+        plain = "prompt_logprobs" not in params
+        more = {"arrival": time.monotonic()}
+        if plain:
+            more["overflow"] = rng.choice([Overflow.REFUSE, Overflow.SHIFT])
+        requests.append(make_request(f"r{i}", prompt, rng=random.Random(i), **params, **more))
         if plain and i % 4 == 0:
-            own = {"tokens": list(prompt), "rng": random.Random(-i), "draws": []}
-            requests.append(replace(made, id=f"s{i}", sibling=made.id, **own))
+            more |= {"rng": random.Random(-i), "sibling": f"r{i}"}
+            requests.append(make_request(f"s{i}", prompt, **params, **more))
     return requests
 
 

@@ -2,10 +2,8 @@
 
 import contextlib
 import threading
-from dataclasses import replace
 from itertools import pairwise
 
-import httpx
 import pytest
 import torch
 
@@ -14,22 +12,17 @@ from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.sampler import Sampler
-from ropewalk.server.app.app import create_app
-from ropewalk.server.config import HttpOptions
-from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CacheChanged
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.request import FinishReason, Limits
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model.running import new_cache
 from tests.model.tiny import tiny
-from tests.server.fake_engine import BLOCK, VOCAB, counting, make_request
-from tests.server.toy import running, sample, toy
+from tests.server.fake_engine import BLOCK, VOCAB, counting, engine_app, make_request
+from tests.server.toy import LABELS, asking, sample, toy
 
 ENTRIES = BLOCK  # of one layer and part of a block, with the one key/value head used here
 
@@ -189,7 +182,7 @@ def test_an_answer_is_verified_as_it_ends_even_if_its_blocks_are_kept(kept):
     world = Watched(Audit.SAMPLE, blocks=60)
     world.engine.submit(make_request("others", [9] * 60, max_tokens=30))
     world.step()
-    world.engine.submit(replace(make_request("a", range(9), max_tokens=4), keep=kept))
+    world.engine.submit(make_request("a", range(9), max_tokens=4, keep=kept))
     for _ in range(3):
         world.step()
     world.damage(world.blocks("a")[0])
@@ -412,9 +405,7 @@ def test_every_full_block_is_sealed_once_and_nothing_is_found():
 def test_what_an_encoder_made_is_sealed_and_ends_its_request():
     world = Watched(sharing=False)
     for name in ("a", "b"):
-        request = make_request(name, [1], max_tokens=20)
-        request.source = tuple(range(9))
-        world.engine.submit(request)
+        world.engine.submit(make_request(name, [1], max_tokens=20, source=tuple(range(9))))
     world.step()
     assert world.stats[0].sealed_blocks == 4
     world.damage(world.blocks("a/encoder")[1])
@@ -429,12 +420,9 @@ def test_what_an_encoder_made_is_sealed_and_ends_its_request():
 
 @contextlib.contextmanager
 def serving(world, **options):
-    metrics = Metrics()
-    metrics.add_model("toy", "rope", {}, bytes_per_token=64, blocks=39, block_size=BLOCK)
-    engine = AsyncEngine({"toy": world.engine}, metrics.observe_step, **options)
-    app = create_app(Models([toy(max_context=100)]), engine, metrics, HttpOptions())
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
-        yield client, metrics
+    app = engine_app(world.engine, toy(max_context=100), options=options)
+    with asking(app) as client:
+        yield client, app.state.metrics
 
 
 def ask(client, prompt, **body):
@@ -499,10 +487,9 @@ def test_over_http_the_right_requests_end_and_ready_turns_false_past_the_thresho
             assert answer.status_code == 503
             assert "2 cached blocks changed" in answer.json()["error"]["message"]
         assert client.get("/health/live").status_code == 200
-        labels = {"model_name": "toy", "encoding": "rope"}
-        assert sample(metrics, "kv_blocks", **labels, state="quarantined") == 2
-        assert sample(metrics, "requests_total", **labels, finish_reason="error") == 2
-        assert sample(metrics, "kv_mutated_entries_total", **labels) == 2 * ENTRIES * 2
+        assert sample(metrics, "kv_blocks", **LABELS, state="quarantined") == 2
+        assert sample(metrics, "requests_total", **LABELS, finish_reason="error") == 2
+        assert sample(metrics, "kv_mutated_entries_total", **LABELS) == 2 * ENTRIES * 2
 
 
 def test_a_stream_ends_with_the_error():

@@ -5,17 +5,12 @@ import json
 import threading
 from dataclasses import replace
 
-import httpx
 import pytest
 
 from ropewalk.cache.types import Capability
 from ropewalk.model.encodings.base import names
-from ropewalk.server.app.app import create_app
-from ropewalk.server.config import HttpOptions
-from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.request import Overflow
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
@@ -24,18 +19,30 @@ from tests.server.fake_engine import (
     BLOCK,
     SPEED,
     configured,
+    engine_app,
     make_engine,
     make_planner,
     make_request,
     slowly,
 )
-from tests.server.toy import ScriptedEngine, ask, error_of, running, sample, toy, toy_app, wait_for
+from tests.server.toy import (
+    LABELS,
+    ScriptedEngine,
+    ask,
+    asking,
+    error_of,
+    sample,
+    toy,
+    toy_app,
+    wait_for,
+)
 
 ENTRIES = 2 * 3 * 2  # of a token: keys and values of 3 layers of 2 heads
 BYTES = ENTRIES * 8 * 4
 SHIFT = {"operation": "evict_renumber", "tokens": 38, "first": 4, "count": 8}
 MOVE = {"operation": "move_span", "tokens": 38, "first": 4, "count": 8, "offset": 4}
 MOVES = ("out", "back", "changed")
+JSON = {"content-type": "application/json"}  # which no other site's form can send
 
 
 class Standing(ScriptedEngine):
@@ -50,11 +57,7 @@ class Standing(ScriptedEngine):
 
 
 def app_of(engine=None, **planners):
-    served, metrics = [toy(name) for name in planners], Metrics()
-    for name in planners:
-        metrics.add_model(name, "rope", {}, bytes_per_token=BYTES, blocks=8, block_size=BLOCK)
-    engine = engine or ScriptedEngine()
-    return create_app(Models(served), engine, metrics, HttpOptions(), None, planners)
+    return toy_app(engine, planners=planners)
 
 
 def looked(app, query=""):
@@ -114,35 +117,18 @@ def test_running_requests_are_shown_with_what_they_share() -> None:
     """And not one of their tokens."""
     engine, _ = make_engine(max_seqs=2)
     prompt = [n % 50 for n in range(1000, 1009)]
-    for name, more in (("x", {}), ("y", {}), ("z", {})):
-        engine.submit(make_request(name, prompt, **more))
+    for name in "xyz":
+        engine.submit(make_request(name, prompt))
         engine.step()
     app = app_of(Standing(a=engine), a=make_planner())
     (seen,) = looked(app)
+    older, newer = (request.pop("blocks") for request in seen["requests"])
+    alike = {"dropped_tokens": 0, "overflow": "refuse", "bases": [0, 4, 8], "source": None}
     assert seen["requests"] == [
-        {
-            "id": "x",
-            "known_tokens": 12,
-            "dropped_tokens": 0,
-            "overflow": "refuse",
-            "computed_tokens": 11,
-            "blocks": seen["requests"][0]["blocks"],
-            "bases": [0, 4, 8],
-            "source": None,
-        },
-        {
-            "id": "y",
-            "known_tokens": 11,
-            "dropped_tokens": 0,
-            "overflow": "refuse",
-            "computed_tokens": 10,
-            "blocks": seen["requests"][1]["blocks"],
-            "bases": [0, 4, 8],
-            "source": None,
-        },
+        {"id": "x", "known_tokens": 12, "computed_tokens": 11, **alike},
+        {"id": "y", "known_tokens": 11, "computed_tokens": 10, **alike},
     ]
     assert seen["waiting"] == 1
-    older, newer = (request["blocks"] for request in seen["requests"])
     assert older[:2] == newer[:2] and older[2] != newer[2]
     assert seen["shared"] == [
         {"block": block, "holders": ["x", "y"]} for block in sorted(older[:2])
@@ -154,7 +140,7 @@ def test_running_requests_are_shown_with_what_they_share() -> None:
 
 def test_what_was_dropped_is_shown() -> None:
     engine, _ = make_engine(max_context=24)
-    engine.submit(replace(make_request("x", range(10), max_tokens=90), overflow=Overflow.SHIFT))
+    engine.submit(make_request("x", range(10), max_tokens=90, overflow=Overflow.SHIFT))
     engine.step()
     while not (dropped := engine.view().running[0].dropped):
         engine.step()
@@ -169,8 +155,7 @@ def test_what_was_dropped_is_shown() -> None:
 def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
     folder = save(encoder_decoders.random_model(encoder_decoders.t5()), tmp_path / "t5")
     (loaded,) = load_models(configured(str(folder), "--kv-memory", "1M"), Metrics())
-    asked = make_request("x", [0], max_tokens=9)
-    loaded.engine.submit(replace(asked, source=tuple(range(3, 21))))
+    loaded.engine.submit(make_request("x", [0], max_tokens=9, source=tuple(range(3, 21))))
     loaded.engine.step()
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
     (seen,) = looked(app)
@@ -185,12 +170,10 @@ def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
 
 def test_a_cache_is_shown_while_its_model_computes() -> None:
     """No text in any answer: ids and numbers alone."""
-
-    engine = AsyncEngine({"a": make_engine(slowly)[0]}, lambda model, stats: None)
-    app = app_of(engine, a=make_planner())
+    app = engine_app(make_engine(slowly)[0], toy("a"), planners={"a": make_planner()})
     words = "not to be told"
     body = {"prompt": words, "max_tokens": 80, "ignore_eos": True, "overflow": "slide"}
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=20) as client:
+    with asking(app) as client:
 
         def look():
             answer = client.get("/v1/cache")
@@ -213,17 +196,14 @@ def test_a_cache_is_shown_while_its_model_computes() -> None:
         assert look()["blocks"]["active"] == 0
 
 
-def stuck_app():
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/cache"), ("POST", "/v1/cache/flush")])
+def test_an_engine_that_is_stuck_is_not_waited_for(method, path) -> None:
     class Stuck(ScriptedEngine):
         async def ask(self, model, question, *, changes=False):
             await asyncio.sleep(20)
 
-    options = HttpOptions(request_timeout_s=0.05)
-    return create_app(Models([toy("a")]), Stuck(), Metrics(), options, None, {"a": make_planner()})
-
-
-def test_a_cache_of_an_engine_that_is_stuck_is_not_waited_for() -> None:
-    assert error_of(ask(stuck_app(), "GET", "/v1/cache"), 504)["code"] == "deadline_exceeded"
+    app = toy_app(Stuck(), planners={"a": make_planner()}, request_timeout_s=0.05)
+    assert error_of(ask(app, method, path, headers=JSON), 504)["code"] == "deadline_exceeded"
 
 
 def test_without_planners_there_are_no_such_routes() -> None:
@@ -232,9 +212,6 @@ def test_without_planners_there_are_no_such_routes() -> None:
 
 
 # ---- POST /v1/cache/flush ----
-
-
-JSON = {"content-type": "application/json"}  # which no other site's form can send
 
 
 def flushed(app, query="", body=b""):
@@ -270,8 +247,7 @@ def test_caches_are_flushed_one_by_one_or_all() -> None:
 
 def test_flushing_needs_a_key_where_there_is_one() -> None:
     engine = Standing(a=cached_engine("x"))
-    options, planners = HttpOptions(api_keys=frozenset({"k"})), {"a": make_planner()}
-    app = create_app(Models([toy("a")]), engine, Metrics(), options, None, planners)
+    app = toy_app(engine, planners={"a": make_planner()}, api_keys=frozenset({"k"}))
     error_of(ask(app, "POST", "/v1/cache/flush", headers=JSON), 401)
     assert engine.engines["a"].view().blocks.cached == 3
 
@@ -284,12 +260,9 @@ def test_another_site_cannot_flush() -> None:
 
 def test_a_prefix_is_not_hit_after_a_flush() -> None:
     """Over HTTP and through the engine's thread, and counted as such."""
-    metrics = Metrics()
-    metrics.add_model("a", "rope", {}, bytes_per_token=BYTES, blocks=39, block_size=BLOCK)
-    engine = AsyncEngine({"a": make_engine()[0]}, metrics.observe_step)
-    planners = {"a": make_planner()}
-    app = create_app(Models([toy("a")]), engine, metrics, HttpOptions(), None, planners)
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=20) as client:
+    app = engine_app(make_engine()[0], planners={"toy": make_planner()})
+    metrics = app.state.metrics
+    with asking(app) as client:
 
         def hits():
             body = {"prompt": list(range(3 * BLOCK)), "max_tokens": 2, "ignore_eos": True}
@@ -298,17 +271,11 @@ def test_a_prefix_is_not_hit_after_a_flush() -> None:
 
         assert (hits(), hits()) == (0, 2 * BLOCK)
         assert client.post("/v1/cache/flush", headers=JSON).json()["data"] == [
-            {"model": "a", "flushed_blocks": 3}
+            {"model": "toy", "flushed_blocks": 3}
         ]
-        blocks = {"model_name": "a", "encoding": "rope"}
-        assert sample(metrics, "kv_evicted_blocks_total", reason="flush", **blocks) == 3
-        assert sample(metrics, "kv_blocks", state="cached", **blocks) == 0
+        assert sample(metrics, "kv_evicted_blocks_total", reason="flush", **LABELS) == 3
+        assert sample(metrics, "kv_blocks", state="cached", **LABELS) == 0
         assert (hits(), hits()) == (0, 2 * BLOCK)
-
-
-def test_a_flush_is_not_waited_for_where_the_engine_is_stuck() -> None:
-    answer = ask(stuck_app(), "POST", "/v1/cache/flush", headers=JSON)
-    assert error_of(answer, 504)["code"] == "deadline_exceeded"
 
 
 # ---- POST /v1/cache/plan ----
@@ -483,20 +450,11 @@ def test_plans_name_their_model() -> None:
 def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, storage) -> None:
     """And touches no cache."""
     folder = save(random_model(llama()), tmp_path / "llama")
-    flags = [
-        "--dtype",
-        dtype,
-        "--kv-memory",
-        "1M",
-        "--max-model-len",
-        "64",
-        "--encoding-option",
-        f"storage={storage}",
-    ]
+    flags = ["--dtype", dtype, "--kv-memory", "1M", "--max-model-len", "64"]
+    flags += ["--encoding-option", f"storage={storage}"]
     (loaded,) = load_models(configured(str(folder), *flags), Metrics())
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
-    asked = make_request("x", list(range(40)), max_tokens=60)
-    loaded.engine.submit(replace(asked, overflow=Overflow.SHIFT))
+    loaded.engine.submit(make_request("x", range(40), max_tokens=60, overflow=Overflow.SHIFT))
     while not (shifts := loaded.engine.step().stats.shifts):
         before = looked(app)[0]
     (shift,) = shifts

@@ -15,18 +15,14 @@ import httpx
 import pytest
 
 from ropewalk.server.app import watching
-from ropewalk.server.app.app import create_app
 from ropewalk.server.app.cache import described
 from ropewalk.server.app.watching import Look, Watch
-from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import InternalError
 from ropewalk.server.http.streaming import Drain
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.request import Overflow
 from tests.server.fake_engine import make_engine, make_planner, make_request, slowly
-from tests.server.toy import ask, running, toy, wait_for
+from tests.server.toy import ask, asking, running, toy, toy_app, wait_for
 
 LETTERS = {"f": "free", "c": "cached", "h": "active", "s": "active", "q": "quarantined"}
 
@@ -75,11 +71,7 @@ class Mirror:
 
 
 def app_of(engine):
-    metrics = Metrics()
-    metrics.add_model("a", "rope", {}, bytes_per_token=384, blocks=39, block_size=4)
-    return create_app(
-        Models([toy("a")]), engine, metrics, HttpOptions(), None, {"a": make_planner()}
-    )
+    return toy_app(engine, planners={"a": make_planner()})
 
 
 @pytest.fixture
@@ -148,7 +140,7 @@ def test_a_mirror_has_what_the_cache_has_after_every_step() -> None:
                 "keep": f"seq-{step}" if fits else "",
             }
             names.append(f"r{step}")
-            engine.submit(replace(make_request(names[-1], prompt, max_tokens=most), **more))
+            engine.submit(make_request(names[-1], prompt, max_tokens=most, **more))
         kept = engine.kept.views("")
         if kept and draw.random() < 0.1:
             engine.kept.drop(draw.choice(kept).kept.id, "")
@@ -184,7 +176,7 @@ def test_a_page_follows_a_server_that_computes() -> None:
     """Over HTTP, without a word of the prompt, and looked at no more when it is closed."""
     engine = Seen({"a": make_engine(slowly)[0]}, lambda *_: None)
     words = "not to be told"
-    with running(app_of(engine)) as (url, _), httpx.Client(base_url=url, timeout=20) as client:
+    with asking(app_of(engine)) as client:
 
         def complete():
             body = {"prompt": words, "max_tokens": 40, "ignore_eos": True}
@@ -192,7 +184,7 @@ def test_a_page_follows_a_server_that_computes() -> None:
 
         complete()
         assert engine.looks == 0
-        with listening(url) as one, listening(url) as other:
+        with listening(client.base_url) as one, listening(client.base_url) as other:
             complete()
             entry = client.get("/v1/cache").json()["data"][0]
             for mirror in (one, other):

@@ -12,10 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import QueueFull, RequestFailed
-from ropewalk.server.metrics.exporter import Metrics
-from tests.server.fake_engine import VOCAB, counting, make_engine
+from tests.server.fake_engine import VOCAB, counting, engine_app, make_engine
 from tests.server.toy import ScriptedEngine, running, toy, toy_app
 
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
@@ -343,8 +341,6 @@ def test_openai_clients_that_find_the_queue_full_come_back_when_there_is_room(op
         return counting(batch, kv)
 
     real, _ = make_engine(slow, max_seqs=1, max_queue=1)
-    metrics = Metrics()
-    engine = AsyncEngine({"toy": real}, metrics.observe_step)
     served = toy(vocab_size=VOCAB, max_context=100, max_at_once=2, stop_ids=frozenset())
     together = threading.Barrier(5)
 
@@ -354,5 +350,5 @@ def test_openai_clients_that_find_the_queue_full_come_back_when_there_is_room(op
             answer = client.completions.create(model="toy", prompt=[index + 1], max_tokens=8)
             return answer.usage.completion_tokens
 
-    with running(toy_app(engine, [served], metrics)) as (url, _), ThreadPoolExecutor(5) as clients:
+    with running(engine_app(real, served)) as (url, _), ThreadPoolExecutor(5) as clients:
         assert list(clients.map(ask, range(5))) == [8] * 5

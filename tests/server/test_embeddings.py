@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import json
-import random
 import time
 from functools import cache
 
@@ -17,14 +16,12 @@ import torch
 from ropewalk.model.config import Embedding, Pooling
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from ropewalk.model.loading.embedding import embedding_from_gguf
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import CacheChanged
-from ropewalk.server.scheduling.request import Request
 from tests.model import checkpoints, encoder_decoders, plain
 from tests.model.test_parity import drawn, outputs_of, prompts
 from tests.server.disturbed import load
 from tests.server.fake_engine import counting, loaded_app, make_engine, make_request
-from tests.server.toy import ScriptedEngine, ask, running, sample, toy, toy_app, wait_for
+from tests.server.toy import ScriptedEngine, ask, asking, running, sample, toy, toy_app, wait_for
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,8 +85,8 @@ def serving(sources, *flags):
     """A client of a server with these models."""
     common = ("--dtype", "float32", "--kv-memory", "64M", "--max-model-len", str(CONTEXT))
     app = loaded_app(*(f"{name}={folder}" for name, folder in sources.items()), *common, *flags)
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
-        client.metrics, client.url = app.state.metrics, url
+    with asking(app) as client:
+        client.metrics = app.state.metrics
         yield client
 
 
@@ -132,7 +129,7 @@ def test_forms(client, models):
     short = embed(client, model="qwen3", input=text, dimensions=5, encoding_format="base64").json()
     data = base64.b64decode(short["data"][0]["embedding"])
     np.testing.assert_allclose(np.frombuffer(data, "<f4"), expected(model, ids, size=5), atol=2e-5)
-    real = openai.OpenAI(base_url=f"{client.url}/v1", api_key="none")  # asks for base64
+    real = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none")  # asks for base64
     for options in ({}, {"encoding_format": "float"}):
         answer = real.embeddings.create(model="qwen3", input=[text, text], **options)
         np.testing.assert_allclose(answer.data[1].embedding, theirs, atol=2e-5)
@@ -261,17 +258,8 @@ def test_gguf_says_how(kind, found):
 # --------------------------------------------------------------------------------- the engine
 
 
-def wanting(name, tokens, pooling, **more):
-    return Request(
-        id=name,
-        tokens=list(tokens),
-        num_prompt=len(tokens),
-        params=SamplingParams(max_tokens=1),
-        arrival=time.monotonic(),
-        rng=random.Random(0),
-        pooling=pooling,
-        **more,
-    )
+def wanting(name, tokens, pooling):
+    return make_request(name, tokens, max_tokens=1, pooling=pooling)
 
 
 def hiding(seen):

@@ -4,7 +4,6 @@ import contextlib
 import random
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 
@@ -13,7 +12,6 @@ from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.sampler import Sampler
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.model.tokenizers.base import Detokenizer
 from ropewalk.server.engine.engine import Engine, Runner
 from ropewalk.server.engine.statistics import PositionMeter
@@ -22,7 +20,7 @@ from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.answers import Choice
-from ropewalk.server.scheduling.request import Limits, Request, Sampled, TokenEvent
+from ropewalk.server.scheduling.request import Limits, Sampled, TokenEvent
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
@@ -30,8 +28,9 @@ from tests.model.checkpoints import save
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
 from tests.products import combined
-from tests.server.fake_engine import auditor_of, configured, loaded_app
-from tests.server.toy import running, sample, spelled_apart, wait_for
+from tests.server.fake_engine import auditor_of, configured, loaded_app, make_request
+from tests.server.scheduling import make_scheduler
+from tests.server.toy import asking, sample, spelled_apart, wait_for
 
 MODELS = {"t5": (tiny.t5(), False), "t5-v1.1": (tiny.t5_v11(), True), "umt5": (tiny.umt5(), True)}
 PROMPT = list(b"translate this: the rope is long")
@@ -56,7 +55,7 @@ def serving(folders, *flags):
     """(a client of a real application over real engines, its metrics)."""
     sources = [f"{name}={folder}" for name, folder in folders.items()]
     app = loaded_app(*sources, "--dtype", "float32", *flags)
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+    with asking(app) as client:
         yield client, app.state.metrics
 
 
@@ -305,8 +304,8 @@ def engine_of(forward, decoder, blocks, *, ahead=False, **limits):
 
 
 def request(name, source, max_tokens=20, logprobs=None):
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=logprobs)
-    return Request(name, [START], 1, params, 0.0, random.Random(0), source=tuple(source))
+    more = {"max_tokens": max_tokens, "logprobs": logprobs}
+    return make_request(name, [START], source=tuple(source), **more)
 
 
 def sources(count=7):
@@ -403,10 +402,10 @@ def test_every_way_to_end_gives_all_blocks_back(models):
 # ----------------------------------------------------------------------------- the scheduler
 
 
-def scheduler_of(blocks, **limits):
-    manager = CacheManager(blocks + 1, BLOCK, prefix_sharing=False)
-    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 40, "max_queue": 50}
-    return Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager)), manager
+def scheduler_of(blocks):
+    chosen = {"tokens": 16, "context": 40, "prefix_sharing": False}
+    made = make_scheduler(blocks + 1, BLOCK, seqs=8, **chosen)
+    return made, made._cache
 
 
 def test_admission_takes_both_sides_or_neither():

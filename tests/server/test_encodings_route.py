@@ -14,15 +14,11 @@ from ropewalk.model.catalogue import LENGTHS, Place
 from ropewalk.model.encodings.base import names
 from ropewalk.model.kernels.backends import all_backends
 from ropewalk.server import hardware
-from ropewalk.server.app.app import create_app
 from ropewalk.server.cli import main
-from ropewalk.server.config import HttpOptions
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.studies import encodings as encodings_command
 from ropewalk.server.studies.encodings import lines
 from tests.server.test_cli import sentence
-from tests.server.toy import ScriptedEngine, ask, toy, toy_app
+from tests.server.toy import ask, toy, toy_app
 
 PLACE = Place(all_backends("no compiler here"), torch.bfloat16, torch.device("cpu"))
 OUTSIDE = '''
@@ -47,9 +43,8 @@ def place(monkeypatch):
 
 
 def served(*encodings):
-    models = Models(toy(f"m{i}", encoding=name) for i, name in enumerate(encodings))
-    metrics = Metrics()
-    return create_app(models, ScriptedEngine(), metrics, HttpOptions(), PLACE)
+    models = [toy(f"m{i}", encoding=name) for i, name in enumerate(encodings)]
+    return toy_app(served=models, place=PLACE)
 
 
 def listed(app):

@@ -6,10 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.metrics.exporter import Metrics
-from tests.server.fake_engine import VOCAB, counting, make_engine
-from tests.server.toy import ByteTokenizer, running, sample, toy, toy_app, wait_for
+from tests.server.fake_engine import VOCAB, counting, engine_app, make_engine
+from tests.server.toy import LABELS, ByteTokenizer, running, sample, toy, wait_for
 
 PATH = "/v1/completions"
 
@@ -37,15 +35,12 @@ class Flooded:
             return counting(batch, kv)
 
         made, _ = make_engine(slow, blocks=220, **{"max_seqs": 8} | limits)
-        self.metrics, self.tokenizer = Metrics(), Counted()
-        engine = AsyncEngine({"toy": made}, self.metrics.observe_step)
-        served = toy(
-            vocab_size=VOCAB, max_context=100, stop_ids=frozenset(), tokenizer=self.tokenizer
-        )
-        self.app = toy_app(engine, [served], self.metrics, api_keys=frozenset(keys))
+        self.tokenizer = Counted()
+        served = toy(vocab_size=VOCAB, max_context=100, tokenizer=self.tokenizer)
+        self.app = engine_app(made, served, api_keys=frozenset(keys))
 
     def waiting(self) -> float:
-        return sample(self.metrics, "requests_waiting", model_name="toy", encoding="rope")
+        return sample(self.app.state.metrics, "requests_waiting", **LABELS)
 
 
 def ask(url, key="", **body):

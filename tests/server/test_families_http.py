@@ -3,9 +3,6 @@
 12 greedy tokens equal those of transformers. The families' logits are compared in tests/model.
 """
 
-import contextlib
-
-import httpx
 import pytest
 
 from ropewalk.model.architectures.base import architectures
@@ -14,7 +11,7 @@ from tests.model import checkpoints, plain
 from tests.model.families import FAMILIES
 from tests.model.test_parity import drawn, reference_greedy
 from tests.server.fake_engine import loaded_app
-from tests.server.toy import running, spelled_apart
+from tests.server.toy import asking, spelled_apart
 
 # Of each family the first row of the table, or one that has more to go wrong.
 CONFIGS = {row.config.model_type: row.config for row in reversed(FAMILIES.values())} | {
@@ -46,10 +43,8 @@ def client(models):
     """Of one server with all of them."""
     sources = [f"{name}={folder}" for name, (folder, _) in models.items()]
     flags = ("--dtype", "float32", "--kv-memory", "64M", "--max-model-len", "100")
-    app = loaded_app(*sources, *flags)
-    with contextlib.ExitStack() as stack:
-        url, _ = stack.enter_context(running(app))
-        yield stack.enter_context(httpx.Client(base_url=url, timeout=30))
+    with asking(loaded_app(*sources, *flags)) as client:
+        yield client
 
 
 def test_every_family_is_here():
@@ -60,17 +55,8 @@ def test_every_family_is_here():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_answers_are_those_of_transformers(name, client, models):
     folder, model = models[name]
-    answer = client.post(
-        "/v1/completions",
-        json={
-            "model": name,
-            "prompt": PROMPTS,
-            "max_tokens": 12,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 1,
-        },
-    )
+    body = {"model": name, "prompt": PROMPTS, "max_tokens": 12, "temperature": 0}
+    answer = client.post("/v1/completions", json=body | {"ignore_eos": True, "logprobs": 1})
     assert answer.status_code == 200, answer.text
     tokenizer = open_checkpoint(folder).tokenizer
     for choice, prompt in zip(answer.json()["choices"], PROMPTS, strict=True):

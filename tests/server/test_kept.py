@@ -2,7 +2,7 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -498,8 +498,7 @@ def counted(name, length, keep="", origin=None, **params):
     begins = origin.tokens if origin else ()
     prompt = [*begins, *(n % 50 for n in range(length))]
     pooling = None if params else Pooling.LAST
-    made = make_request(name, prompt, **params)
-    return replace(made, keep=keep, origin=origin, pooling=pooling)
+    return make_request(name, prompt, keep=keep, origin=origin, pooling=pooling, **params)
 
 
 def hidden(batch, kv):
@@ -534,7 +533,7 @@ def test_kept_sequences_give_way_before_anybody_waits_or_is_preempted():
     kept.get("seq-0", "")
     gone = []
     for name in ("a", "b", "c"):
-        engine.submit(replace(counted(name, 30, max_tokens=17), salt=name))
+        engine.submit(counted(name, 30, max_tokens=17, salt=name))
     preempted = 0
     while engine.busy:
         step = engine.step()

@@ -1,61 +1,35 @@
 """Requests that go on when their context is full: shift and slide, and forks of one prompt."""
 
-import random
-
 import pytest
 
-from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Capability
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import InvalidField, UnsupportedField
-from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request, Sampled
-from ropewalk.server.scheduling.scheduler import Scheduler
-from tests.cache.bookkeeping import Bookkeeping
+from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow
 from tests.model.running import run_uncached
 from tests.model.tiny import tiny
 from tests.products import combined
 from tests.server.recording import Recording, request
+from tests.server.scheduling import add, finish, make_scheduler, step
 
 CONTEXT, BLOCK = 24, 4
 
 
-def scheduler_of(capability=Capability.FREE, *, blocks=20, context=CONTEXT):
-    manager = CacheManager(blocks, BLOCK)
-    operations = Bookkeeping(manager, capability=capability)
-    return Scheduler(manager, Limits(8, 64, context, 50), operations), manager
+def scheduler_of(blocks=20, *, context=CONTEXT, **more):
+    made = make_scheduler(blocks, BLOCK, seqs=8, context=context, **more)
+    return made, made._cache
 
 
-def add(scheduler, name="r", prompt=5, *, max_tokens=200, overflow=Overflow.SHIFT, **more):
-    params = SamplingParams(max_tokens=max_tokens, **more)
-    tokens = list(range(prompt))
-    made = Request(name, tokens, prompt, params, 0.0, random.Random(0), overflow=overflow)
-    scheduler.add(made)
-    return made
-
-
-def step(scheduler, token=1):
-    plan = scheduler.plan()
-    sampled = {work.request.id: Sampled(token) for work in plan.work if work.samples}
-    events = scheduler.record(plan, sampled)
-    scheduler.check()
-    return plan, events
-
-
-def run(scheduler):
-    """All shifts, and the most blocks that were ever in use."""
-    shifts = []
-    while scheduler.running or scheduler.waiting:
-        plan, _ = step(scheduler)
-        shifts += plan.shifts
-    return shifts
+def going_on(scheduler, name="r", prompt=5, **more):
+    """Far past the context, with its blocks shifted unless `more` says otherwise."""
+    chosen = {"max_tokens": 200, "overflow": Overflow.SHIFT} | more
+    return add(scheduler, name, range(prompt), **chosen)
 
 
 def test_what_a_shift_frees_is_for_those_who_wait():
     scheduler, _ = scheduler_of(blocks=8)  # of which one holds nothing
-    add(scheduler, prompt=20)
+    going_on(scheduler, prompt=20)
     step(scheduler)
-    waiting = add(scheduler, "w", prompt=9, overflow=Overflow.REFUSE, max_tokens=2)
-    waiting.salt = "shares nothing"
+    waiting = add(scheduler, "w", range(9), max_tokens=2, salt="shares nothing")
     shifted = False
     while not shifted:
         assert waiting in scheduler.waiting
@@ -70,8 +44,8 @@ def test_what_a_shift_frees_is_for_those_who_wait():
 def test_what_is_dropped(overflow, dropped):
     """Six blocks: the first stays, of the four full ones after it half go, or the oldest."""
     scheduler, manager = scheduler_of()
-    going = add(scheduler, overflow=overflow)
-    shifts = run(scheduler)
+    going = going_on(scheduler, overflow=overflow)
+    shifts = [shift for plan in finish(scheduler)[0] for shift in plan.shifts]
     assert {shift.dropped for shift in shifts} == {dropped}
     assert all(shift.kept + shift.dropped == CONTEXT for shift in shifts)
     assert going.num_generated == 200
@@ -81,7 +55,7 @@ def test_what_is_dropped(overflow, dropped):
 
 def test_memory_stays_what_the_context_takes():
     scheduler, manager = scheduler_of(blocks=7)
-    add(scheduler)
+    going_on(scheduler)
     most = 0
     while scheduler.running or scheduler.waiting:
         step(scheduler)
@@ -91,16 +65,15 @@ def test_memory_stays_what_the_context_takes():
 
 def test_without_overflow_the_answer_ends_at_the_context():
     scheduler, _ = scheduler_of()
-    ending = add(scheduler, overflow=Overflow.REFUSE)
-    while scheduler.running or scheduler.waiting:
-        _, events = step(scheduler)
+    ending = going_on(scheduler, overflow=Overflow.REFUSE)
+    _, events = finish(scheduler)
     assert events[-1].finish is FinishReason.CONTEXT
     assert len(ending.tokens) == CONTEXT
 
 
 def test_a_preempted_request_is_computed_again_without_what_was_dropped():
     scheduler, _ = scheduler_of()
-    going = add(scheduler, prompt=9)
+    going = going_on(scheduler, prompt=9)
     while not going.dropped:
         step(scheduler)
     dropped, computed = going.dropped, scheduler.computed_prompt_tokens
@@ -111,13 +84,13 @@ def test_a_preempted_request_is_computed_again_without_what_was_dropped():
     work = plan.work[0]
     assert (work.start + work.count, going.dropped) == (going.context_length - 1, dropped)
     assert scheduler.computed_prompt_tokens == computed == 9
-    run(scheduler)
+    finish(scheduler)
     assert going.num_generated == 200
 
 
 def test_a_full_request_that_is_preempted_drops_before_it_is_computed():
     scheduler, _ = scheduler_of()
-    going = add(scheduler)
+    going = going_on(scheduler)
     while going.context_length < CONTEXT:
         step(scheduler)
     scheduler._preempt_newest()
@@ -138,33 +111,29 @@ def test_a_full_request_that_is_preempted_drops_before_it_is_computed():
     ],
 )
 def test_what_an_encoding_cannot_do_is_refused_at_once(capability, overflow, more, reason):
-    scheduler, _ = scheduler_of(capability)
+    scheduler, _ = scheduler_of(capability=capability)
     with pytest.raises(UnsupportedField, match=reason) as refused:
-        add(scheduler, overflow=overflow, **more)
+        going_on(scheduler, overflow=overflow, **more)
     assert refused.value.param == "overflow"
-    add(scheduler, overflow=Overflow.REFUSE, **more)
+    going_on(scheduler, overflow=Overflow.REFUSE, **more)
 
 
 def test_a_context_of_two_blocks_has_nothing_to_drop():
     scheduler, _ = scheduler_of(context=2 * BLOCK + 3)
     with pytest.raises(InvalidField, match="at least 3 blocks"):
-        add(scheduler)
+        going_on(scheduler)
 
 
 # ------------------------------------------------------------------------------------- forks
 
 
 def twins(scheduler, *, prompt=10, count=3, max_tokens=4):
-    made = []
-    for n in range(count):
-        params = SamplingParams(max_tokens=max_tokens)
-        tokens = list(range(prompt))
-        sibling = made[0].id if made else None
-        made.append(
-            Request(f"t{n}", tokens, prompt, params, 0.0, random.Random(n), sibling=sibling)
-        )
-        scheduler.add(made[-1])
-    return made
+    more = {"max_tokens": max_tokens}
+    siblings = [None] + ["t0"] * (count - 1)
+    return [
+        add(scheduler, f"t{n}", range(prompt), sibling=sibling, **more)
+        for n, sibling in enumerate(siblings)
+    ]
 
 
 def test_choices_of_one_prompt_compute_it_once():
@@ -176,7 +145,7 @@ def test_choices_of_one_prompt_compute_it_once():
     assert [(work.start, work.count) for work in second.work] == [(10, 1), (9, 1), (9, 1)]
     assert manager.counts().active == 2 + 3
     assert scheduler.computed_prompt_tokens == 12
-    run(scheduler)
+    finish(scheduler)
     assert manager.counts().active == 0
 
 
@@ -206,7 +175,7 @@ def test_a_choice_whose_sibling_left_computes_by_itself():
 def test_a_fork_without_room_waits():
     scheduler, manager = scheduler_of(blocks=5)
     made = twins(scheduler, count=2)
-    run(scheduler)
+    finish(scheduler)
     assert [each.num_generated for each in made] == [4, 4]
     manager.check()
 

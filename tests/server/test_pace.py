@@ -2,21 +2,20 @@
 
 import heapq
 import itertools
-import random
 
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import MAX_RETRY_AFTER
 from ropewalk.server.scheduling.queue import Appointments, Pace
 from ropewalk.server.scheduling.request import Request
 from tests.products import pairs
+from tests.server.fake_engine import make_request
 
 TRIES = 3  # the openai package's: one, and two more
 
 
 def request(max_tokens: int, generated: int = 0) -> Request:
-    tokens = [0] * (1 + generated)
-    params = SamplingParams(max_tokens=max_tokens)
-    return Request("a", tokens, 1, params, 0.0, random.Random(0))
+    made = make_request("a", [0], max_tokens=max_tokens)
+    made.tokens += [0] * generated
+    return made
 
 
 def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, usual=None):
@@ -61,19 +60,8 @@ def answered(clients, *, seats, queue, max_tokens, tokens, per_token, before=0, 
     before=[0, 8],
 )
 def test_five_clients_are_answered_one_by_one(lengths, per_token, before):
-    max_tokens, tokens = lengths
-    assert (
-        answered(
-            5,
-            seats=1,
-            queue=1,
-            max_tokens=max_tokens,
-            tokens=tokens,
-            per_token=per_token,
-            before=before,
-        )
-        == 5
-    )
+    shape = dict(zip(("max_tokens", "tokens"), lengths, strict=True))
+    assert answered(5, seats=1, queue=1, per_token=per_token, before=before, **shape) == 5
 
 
 def test_longer_answers_than_before_are_waited_for():

@@ -11,12 +11,7 @@ from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu import executor as cpu
 from ropewalk.model.layers import executor
 from ropewalk.model.loading.checkpoints import open_checkpoint
-from ropewalk.server.app.app import create_app
-from ropewalk.server.config import HttpOptions
-from ropewalk.server.launch.build import engine_of, load_models
 from ropewalk.server.launch.self_check import check_parity
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from tests.model import checkpoints, encoder_decoders, plain
 from tests.model.checkpoints import save
 from tests.model.few_bits import round_weights
@@ -24,8 +19,8 @@ from tests.model.running import new_cache
 from tests.model.test_planted_mistakes import Backend
 from tests.model.tiny import CONTEXT, ENCODINGS, program_of, tiny
 from tests.products import pairs
-from tests.server.fake_engine import configured
-from tests.server.toy import ask, sample
+from tests.server.fake_engine import loaded_app
+from tests.server.toy import asking, sample
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -155,31 +150,20 @@ def folder(tmp_path_factory):
 
 
 def started(folder):
-    """The application of a server of that model, as `serve` builds it, and its metrics."""
-    metrics = Metrics()
-    config = configured(f"m={folder}", "--dtype", "float32", "--kv-memory", "4M")
-    loaded = load_models(config, metrics)
-    engine = engine_of(config, loaded, metrics, lambda: None)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
-    engine_alive(engine)
-    return app, metrics
+    return loaded_app(f"m={folder}", "--dtype", "float32", "--kv-memory", "4M")
 
 
-def engine_alive(engine):
-    """Nothing is asked of it here but whether it is sound."""
-    engine._thread.is_alive = lambda: True
-
-
-def shown(metrics):
+def shown(app):
     labels = {"model_name": "m", "encoding": "alibi"}
     names = ("cache_parity_max_abs_error", "cache_parity_tolerance")
-    return tuple(sample(metrics, name, **labels) for name in names)
+    return tuple(sample(app.state.metrics, name, **labels) for name in names)
 
 
 def test_a_server_that_is_right_is_ready_and_shows_how_exactly(folder):
-    app, metrics = started(folder)
-    assert ask(app, "GET", "/health/ready").status_code == 200
-    error, tolerance = shown(metrics)
+    app = started(folder)
+    with asking(app) as client:
+        assert client.get("/health/ready").status_code == 200
+    error, tolerance = shown(app)
     assert 0 <= error < tolerance < 0.01  # some processors round both ways alike
 
 
@@ -191,14 +175,15 @@ def test_a_server_whose_decoding_is_wrong_is_never_ready(folder, monkeypatch, ca
 
     for each in (executor, cpu):
         monkeypatch.setattr(each, "step_bias", wrong)
-    app, metrics = started(folder)
-    answer = ask(app, "GET", "/health/ready")
+    app = started(folder)
+    with asking(app) as client:
+        answer = client.get("/health/ready")
+        assert client.get("/health/live").status_code == 200
     assert answer.status_code == 503
     assert (
         "decoding m through the cache gives logits that differ from those of one whole pass by"
         in answer.text
     )
-    assert ask(app, "GET", "/health/live").status_code == 200
     assert "decoding m through the cache" in caplog.text
-    error, tolerance = shown(metrics)
+    error, tolerance = shown(app)
     assert error > 100 * tolerance

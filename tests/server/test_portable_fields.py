@@ -1,25 +1,22 @@
 """What clients of other servers send and read, over HTTP: token ids, seeds, variables, markers."""
 
-import httpx
 import pytest
 import torch
 
 from ropewalk.model.chat.template import ChatTemplate
-from ropewalk.server.engine.async_engine import AsyncEngine
-from ropewalk.server.metrics.exporter import Metrics
 from tests.model.tokenizers.samples import byte_level
-from tests.server.fake_engine import VOCAB, make_engine
+from tests.server.fake_engine import VOCAB, engine_app, make_engine
 from tests.server.toy import (
     BEGIN,
     CONTEXT,
     END,
     ScriptedEngine,
     ask,
+    asking,
     chat,
     complete,
     error_of,
     events,
-    running,
     toy,
     toy_app,
 )
@@ -75,12 +72,6 @@ def test_characters_of_several_tokens_join_to_the_text():
     text, tokens, offsets = scores(choice)
     assert text == "x\u4e16\ufffd" == "".join(tokens)
     assert offsets == [0, 1, 1, 1, 2, 2, 2]
-
-
-def test_shown_tokens_name_their_markers():
-    body = {"prompt": "a", "return_token_strs": True}
-    answer = ask(toy_app(), "POST", "/tokenize", json=body).json()
-    assert answer["token_strs"] == ["<begin>", "a"]
 
 
 # ------------------------------------------------------------------------------- token ids
@@ -146,24 +137,17 @@ def test_seed_minus_one_is_no_seed():
         return torch.zeros(len(batch.output_rows), VOCAB)
 
     real, _ = make_engine(flat)
-    metrics = Metrics()
-    engine = AsyncEngine({"toy": real}, metrics.observe_step)
-    served = toy(vocab_size=VOCAB, max_context=100, stop_ids=frozenset())
 
     def answers(**fields) -> set[str]:
         asked = {"prompt": [1], "temperature": 1.5, "max_tokens": 16, "return_token_ids": True}
-        found = [posted(url, asked | fields) for _ in range(6)]
+        found = [client.post("/v1/completions", json=asked | fields).json() for _ in range(6)]
         return {str(body["choices"][0]["token_ids"]) for body in found}
 
-    with running(toy_app(engine, [served], metrics)) as (url, _):
+    with asking(engine_app(real)) as client:
         for none in (-1, -1.0, None):
             assert len(answers(seed=none)) == 6
         for seed in (0, -2, 2**32 - 1):
             assert len(answers(seed=seed)) == 1
-
-
-def posted(url: str, body: dict) -> dict:
-    return httpx.post(url + "/v1/completions", json={"model": "toy"} | body).json()
 
 
 @pytest.mark.parametrize(
@@ -266,10 +250,7 @@ def test_a_chat_hands_variables_and_reasoning_to_the_template():
 
 
 def test_a_variable_cannot_replace_the_messages():
-    for name in ("messages", "tools", "add_generation_prompt", "eos_token"):
-        error = error_of(chat(toy_app(), chat_template_kwargs={name: []}), 400)
-        assert error["param"] == "chat_template_kwargs"
-    # Nor does the template let it, whoever renders.
+    """The template does not let it, whoever renders."""
     template = ChatTemplate("{{ messages[0].content }}{{ bos_token }}", {"bos_token": "<s>"})
     taken = {"messages": [], "bos_token": "!"}
     messages = [{"role": "user", "content": "a"}]

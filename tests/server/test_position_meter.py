@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, replace
 
-import httpx
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from ropewalk.server.scheduling.request import Work
 from tests.model import checkpoints, tiny
 from tests.model.tiny import ROPE, T5
 from tests.server.fake_engine import loaded_app, make_engine, make_request
-from tests.server.toy import running, sample
+from tests.server.toy import asking, sample
 
 BLOCK = 16
 
@@ -127,7 +126,7 @@ def workload(tmp_path_factory):
     flags = ("--dtype", "float32", "--kv-memory", "16M", "--max-model-len", str(CONTEXT))
     sources = [f"{name}={folder / name}" for name in ENCODINGS]
     app = loaded_app(*sources, *flags)
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
+    with asking(app) as client:
         for name in ENCODINGS:
             for prompt in (PROMPTS["short"], PROMPTS["long"], PROMPTS["long"]):
                 body = {"model": name, "prompt": prompt, "max_tokens": GENERATED}

@@ -1,83 +1,22 @@
-import random
 import time
 from dataclasses import replace
 
 import pytest
 
-from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import InvariantError
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull, RequestFailed
 from ropewalk.server.scheduling.request import (
     FinishReason,
     Limits,
     Plan,
-    Request,
     Sampled,
     TokenLogprob,
-    Work,
 )
-from ropewalk.server.scheduling.scheduler import Scheduler
-from tests.cache.bookkeeping import Bookkeeping
-
-
-class Clock:
-    """Counts how often it is asked, from 100."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
-def scheduler(
-    blocks=50, size=4, *, seqs=4, tokens=64, context=64, waiting=100, lone_factor=1, **options
-) -> Scheduler:
-    limits = Limits(seqs, tokens, context, waiting, lone_factor)
-    manager = CacheManager(blocks, size, **options)
-    return Scheduler(manager, limits, Bookkeeping(manager), clock=Clock())
-
-
-def request(name: str, prompt=(1, 2, 3), *, salt="", **params) -> Request:
-    params.setdefault("max_tokens", 4)
-    tokens = list(prompt)
-    return Request(
-        name, tokens, len(tokens), SamplingParams(**params), 5.0, random.Random(0), salt=salt
-    )
-
-
-def add(scheduler: Scheduler, *args, **options) -> Request:
-    made = request(*args, **options)
-    scheduler.add(made)
-    return made
-
-
-def step(scheduler: Scheduler, token: int = 7, **errors):
-    plan = scheduler.plan()
-    scheduler.check()
-    events = scheduler.record(
-        plan,
-        {
-            work.request.id: Sampled(token, error=errors.get(work.request.id))
-            for work in plan.work
-            if work.samples
-        },
-    )
-    scheduler.check()
-    return plan, events
-
-
-def shape(plan: Plan) -> list[tuple[str, int, int]]:
-    return [(work.request.id, work.start, work.count) for work in plan.work]
-
-
-def names(requests) -> list[str]:
-    return [each.id for each in requests]
+from tests.server.scheduling import Clock, add, finish, make_scheduler, names, shape, step
 
 
 def test_a_request_is_computed_then_decoded_token_by_token():
-    s = scheduler()
+    s = make_scheduler()
     a = add(s, "a", [1, 2, 3], max_tokens=2)
     plan, events = step(s, 8)
     assert shape(plan) == [("a", 0, 3)]
@@ -92,7 +31,7 @@ def test_a_request_is_computed_then_decoded_token_by_token():
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
-    s = scheduler(tokens=4)
+    s = make_scheduler(tokens=4)
     add(s, "a", range(10), max_tokens=1)
     shapes, samples, tokens = [], [], []
     for _ in range(3):
@@ -106,7 +45,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_once():
 
 
 def test_a_request_may_take_more_tokens_while_there_is_no_other():
-    s = scheduler(tokens=4, seqs=2, lone_factor=2)
+    s = make_scheduler(tokens=4, seqs=2, lone_factor=2)
     add(s, "a", range(30), max_tokens=1)
     assert shape(step(s)[0]) == [("a", 0, 8)]
     add(s, "b", [50], max_tokens=1)
@@ -116,7 +55,7 @@ def test_a_request_may_take_more_tokens_while_there_is_no_other():
 
 
 def test_the_budget_goes_to_the_oldest_first_and_running_before_waiting():
-    s = scheduler(tokens=8, seqs=3)
+    s = make_scheduler(tokens=8, seqs=3)
     add(s, "a", range(5))
     add(s, "b", range(20, 27))
     add(s, "c", range(40, 42))
@@ -129,7 +68,7 @@ def test_the_budget_goes_to_the_oldest_first_and_running_before_waiting():
 
 
 def test_admission_reserves_all_known_tokens_and_keeps_the_order():
-    s = scheduler(blocks=6, size=4, seqs=4)
+    s = make_scheduler(blocks=6, size=4, seqs=4)
     add(s, "a", range(9), max_tokens=1)
     add(s, "b", range(20, 32), max_tokens=1)
     add(s, "c", [50], max_tokens=1)
@@ -139,7 +78,7 @@ def test_admission_reserves_all_known_tokens_and_keeps_the_order():
 
 
 def test_room_is_sought_again_when_some_was_freed():
-    s = scheduler(blocks=4, size=4)
+    s = make_scheduler(blocks=4, size=4)
     add(s, "a", range(8), max_tokens=4)
     add(s, "b", range(20, 28), max_tokens=1)
     assert shape(step(s)[0]) == [("a", 0, 8)]
@@ -149,7 +88,7 @@ def test_room_is_sought_again_when_some_was_freed():
 
 
 def test_room_is_sought_again_when_a_prompt_can_be_shared():
-    s = scheduler(blocks=11, size=4)
+    s = make_scheduler(blocks=11, size=4)
     add(s, "a", range(28), max_tokens=8)
     add(s, "b", range(28), max_tokens=2)
     assert shape(step(s)[0]) == [("a", 0, 28)]  # three blocks are left and b wants seven
@@ -157,7 +96,7 @@ def test_room_is_sought_again_when_a_prompt_can_be_shared():
 
 
 def test_another_first_in_the_queue_is_tried_after_an_abort():
-    s = scheduler(blocks=5, size=4)
+    s = make_scheduler(blocks=5, size=4)
     add(s, "a", range(8), max_tokens=4)
     add(s, "b", range(20, 32), max_tokens=1)
     add(s, "c", [50], max_tokens=1)
@@ -167,7 +106,7 @@ def test_another_first_in_the_queue_is_tried_after_an_abort():
 
 
 def test_running_requests_beyond_the_budget_wait_for_the_next_step():
-    s = scheduler(tokens=2)
+    s = make_scheduler(tokens=2)
     add(s, "a", [1], max_tokens=2)
     add(s, "b", [2], max_tokens=4)
     step(s)
@@ -177,7 +116,7 @@ def test_running_requests_beyond_the_budget_wait_for_the_next_step():
 
 
 def test_the_newest_is_preempted_and_returns_before_any_that_never_ran():
-    s = scheduler(blocks=5, size=2, seqs=3)
+    s = make_scheduler(blocks=5, size=2, seqs=3)
     a = add(s, "a", [1, 2], max_tokens=4)
     b = add(s, "b", [3, 4], max_tokens=4)
     step(s)
@@ -201,7 +140,7 @@ def test_the_newest_is_preempted_and_returns_before_any_that_never_ran():
 
 
 def test_preemption_may_take_several_and_spares_the_oldest():
-    s = scheduler(blocks=5, size=1, seqs=4)
+    s = make_scheduler(blocks=5, size=1, seqs=4)
     add(s, "a", [1], max_tokens=4)
     for name in "bcd":
         add(s, name, [ord(name)], max_tokens=2)
@@ -213,7 +152,7 @@ def test_preemption_may_take_several_and_spares_the_oldest():
 
 
 def test_a_step_that_preempts_admits_nobody():
-    s = scheduler(blocks=7, size=1, seqs=2)
+    s = make_scheduler(blocks=7, size=1, seqs=2)
     add(s, "a", [1, 2, 3], max_tokens=2)
     add(s, "b", [1, 2, 3], max_tokens=2)
     step(s)
@@ -224,7 +163,7 @@ def test_a_step_that_preempts_admits_nobody():
 
 
 def test_the_newest_preempts_itself_when_only_older_ones_run():
-    s = scheduler(blocks=5, size=2, seqs=2)
+    s = make_scheduler(blocks=5, size=2, seqs=2)
     add(s, "a", [1, 2, 3, 4, 5], max_tokens=2)
     b = add(s, "b", [6, 7], max_tokens=3)
     step(s)
@@ -235,7 +174,7 @@ def test_the_newest_preempts_itself_when_only_older_ones_run():
 
 
 def test_cached_tokens_are_counted_once_at_first_admission():
-    s = scheduler(blocks=20, size=2)
+    s = make_scheduler(blocks=20, size=2)
     add(s, "a", [1, 2, 3, 4, 5], max_tokens=1)
     step(s)
     b = add(s, "b", [1, 2, 3, 4, 6], max_tokens=3)
@@ -250,7 +189,7 @@ def test_cached_tokens_are_counted_once_at_first_admission():
 
 
 def test_prompt_logprobs_come_once_and_compute_the_whole_prompt():
-    s = scheduler(size=2)
+    s = make_scheduler(size=2)
     add(s, "a", [1, 2, 3, 4, 5], max_tokens=1)
     step(s)
     b = add(s, "b", [1, 2, 3, 4, 5], max_tokens=2, prompt_logprobs=0)
@@ -279,23 +218,18 @@ def test_prompt_logprobs_come_once_and_compute_the_whole_prompt():
     ],
 )
 def test_a_request_ends_for_one_reason_at_the_exact_token(params, tokens, reason):
-    s = scheduler(context=8)
+    s = make_scheduler(context=8)
     a = add(s, "a", [1, 2, 3], **params)
-    events = []
-    while s.running or s.waiting:
-        events += step(s)[1]
+    _, events = finish(s)
     assert a.tokens[3:] == [event.token for event in events] == tokens
     assert [event.finish for event in events] == [None] * (len(tokens) - 1) + [reason]
     (summary,) = s.drain_ended()
-    assert (summary.finish, summary.prompt_tokens, summary.output_tokens) == (
-        reason,
-        3,
-        len(tokens),
-    )
+    assert (summary.finish, summary.prompt_tokens) == (reason, 3)
+    assert summary.output_tokens == len(tokens)
 
 
 def test_a_prompt_must_leave_room_for_one_token():
-    s = scheduler(context=8)
+    s = make_scheduler(context=8)
     with pytest.raises(PromptTooLong) as refused:
         add(s, "secret-id", [41] * 8)
     assert refused.value.message.startswith("prompt has 8 tokens: the prompt is too long")
@@ -309,30 +243,28 @@ def test_a_prompt_must_leave_room_for_one_token():
 
 def test_an_empty_prompt_is_refused():
     with pytest.raises(InvalidField, match="no tokens"):
-        add(scheduler(), "a", [])
+        add(make_scheduler(), "a", [])
 
 
 def test_what_could_never_finish_is_refused_with_the_numbers():
-    s = scheduler(blocks=4, size=4, context=64)  # room for 12 tokens
+    s = make_scheduler(blocks=4, size=4, context=64)  # room for 12 tokens
     with pytest.raises(InvalidField, match=r"4 tokens .* room for 13 .* holds 12") as refused:
         add(s, "a", [1] * 4, max_tokens=10)
     assert refused.value.param == "max_tokens"
     a = add(s, "a", [1] * 4, max_tokens=9)  # the ninth is never stored
-    while s.running or s.waiting:
-        step(s)
+    finish(s)
     assert a.num_generated == 9
 
 
 def test_the_context_bounds_what_must_fit():
-    s = scheduler(blocks=4, size=4, context=13)
+    s = make_scheduler(blocks=4, size=4, context=13)
     add(s, "a", [1] * 4, max_tokens=1000)
-    while s.running or s.waiting:
-        step(s)
+    finish(s)
     assert s.drain_ended()[0].finish is FinishReason.CONTEXT
 
 
 def test_a_full_queue_refuses_and_keeps_what_it_has():
-    s = scheduler(waiting=1, seqs=2)
+    s = make_scheduler(waiting=1, seqs=2)
     for name in "abc":  # of an idle engine's requests two need not wait
         add(s, name)
     with pytest.raises(QueueFull, match="All 1 places"):
@@ -348,7 +280,7 @@ def test_a_full_queue_refuses_and_keeps_what_it_has():
 
 
 def test_without_room_in_the_cache_a_free_seat_is_no_place_in_the_queue():
-    s = scheduler(blocks=4, size=4, waiting=1, seqs=3)
+    s = make_scheduler(blocks=4, size=4, waiting=1, seqs=3)
     add(s, "a", [1] * 8, max_tokens=4)
     add(s, "b", [2] * 8, max_tokens=4)
     step(s)
@@ -359,7 +291,7 @@ def test_without_room_in_the_cache_a_free_seat_is_no_place_in_the_queue():
 
 
 def test_an_id_in_use_is_refused():
-    s = scheduler(seqs=1)
+    s = make_scheduler(seqs=1)
     add(s, "a")
     add(s, "b")
     step(s)
@@ -370,7 +302,7 @@ def test_an_id_in_use_is_refused():
 
 
 def test_abort_frees_at_once_and_is_idempotent():
-    s = scheduler(seqs=1)
+    s = make_scheduler(seqs=1)
     a, b = add(s, "a"), add(s, "b")
     step(s)
     assert s._cache.counts().active == 1
@@ -387,7 +319,7 @@ def test_abort_frees_at_once_and_is_idempotent():
 
 
 def test_an_abort_leaves_shared_blocks_to_the_others():
-    s = scheduler()
+    s = make_scheduler()
     a = add(s, "a", range(9))
     step(s)
     b = add(s, "b", range(9))
@@ -400,7 +332,7 @@ def test_an_abort_leaves_shared_blocks_to_the_others():
 
 
 def test_a_request_aborted_during_its_step_is_skipped():
-    s = scheduler()
+    s = make_scheduler()
     a, b = add(s, "a"), add(s, "b")
     plan = s.plan()
     s.abort("a")
@@ -413,7 +345,7 @@ def test_a_request_aborted_during_its_step_is_skipped():
 
 
 def test_the_same_name_again_is_another_request():
-    s = scheduler()
+    s = make_scheduler()
     add(s, "a", [1, 2, 3])
     stale = s.plan()
     s.abort("a")
@@ -425,7 +357,7 @@ def test_the_same_name_again_is_another_request():
 
 
 def test_abort_of_a_finished_request_changes_nothing():
-    s = scheduler()
+    s = make_scheduler()
     add(s, "a", max_tokens=1)
     step(s)
     assert s.abort("a") is None
@@ -433,7 +365,7 @@ def test_abort_of_a_finished_request_changes_nothing():
 
 
 def test_a_failed_request_ends_alone_and_leaves_nothing_to_share():
-    s = scheduler(size=2)
+    s = make_scheduler(size=2)
     add(s, "a", [1, 2, 3, 4, 5], max_tokens=3)
     b = add(s, "b", [9, 9, 9], max_tokens=3)
     step(s)
@@ -451,7 +383,7 @@ def test_a_failed_request_ends_alone_and_leaves_nothing_to_share():
 
 
 def test_a_request_can_fail_in_a_chunk_that_samples_nothing():
-    s = scheduler(size=2, tokens=4)
+    s = make_scheduler(size=2, tokens=4)
     add(s, "a", [1, 2, 3, 4, 5, 6])
     error = RequestFailed("out of memory")
     events = s.record(s.plan(), {"a": Sampled(0, error=error)})
@@ -461,7 +393,7 @@ def test_a_request_can_fail_in_a_chunk_that_samples_nothing():
 
 
 def test_a_step_that_was_never_recorded_is_planned_again():
-    s = scheduler(tokens=4)
+    s = make_scheduler(tokens=4)
     add(s, "a", range(6))
     add(s, "b", range(20, 23))
     first = s.plan()
@@ -472,7 +404,7 @@ def test_a_step_that_was_never_recorded_is_planned_again():
 
 
 def test_a_part_of_a_plan_can_be_recorded():
-    s = scheduler()
+    s = make_scheduler()
     add(s, "a")
     add(s, "b")
     plan = s.plan()
@@ -486,7 +418,7 @@ def record(s, plan, token=7):
 
 
 def test_what_follows_is_foreseen_until_answers_end():
-    s = scheduler(size=2)
+    s = make_scheduler(size=2)
     add(s, "a", range(3), max_tokens=3, stop_ids=frozenset([9]))
     add(s, "b", range(9), max_tokens=2)
     first = s.plan()
@@ -505,7 +437,7 @@ def test_what_follows_is_foreseen_until_answers_end():
 
 
 def test_nothing_is_foreseen_where_the_host_takes_part():
-    s = scheduler()
+    s = make_scheduler()
     add(s, "a")
     add(s, "b", prompt_logprobs=0)
     assert s.foresee(s.plan()) is None
@@ -525,13 +457,13 @@ def test_nothing_is_foreseen_where_the_host_takes_part():
     ],
 )
 def test_what_a_device_picks_by_itself_is_foreseen(params):
-    s = scheduler()
+    s = make_scheduler()
     add(s, "a", **params)
     assert shape(s.foresee(s.plan())) == [("a", 3, 1)]
 
 
 def test_nothing_is_foreseen_of_some_requests_while_others_wait():
-    s = scheduler(seqs=2, tokens=8)
+    s = make_scheduler(seqs=2, tokens=8)
     add(s, "a", range(4), max_tokens=9)
     add(s, "b", range(20, 26), max_tokens=9)
     first = s.plan()
@@ -547,7 +479,7 @@ def test_nothing_is_foreseen_of_some_requests_while_others_wait():
 
 
 def test_whose_place_somebody_waits_for_is_not_left_empty():
-    s = scheduler(seqs=2)
+    s = make_scheduler(seqs=2)
     add(s, "a", max_tokens=9)
     add(s, "b", max_tokens=1)
     plan = s.plan()
@@ -557,22 +489,22 @@ def test_whose_place_somebody_waits_for_is_not_left_empty():
 
 
 def test_nothing_is_foreseen_without_room_or_past_the_context():
-    s = scheduler(blocks=3, size=2, context=5)  # two blocks, and one that is reserved
+    s = make_scheduler(blocks=3, size=2, context=5)  # two blocks, and one that is reserved
     add(s, "a", range(2), max_tokens=3)
     first = s.plan()
     assert shape(s.foresee(first)) == [("a", 2, 1)]
-    s = scheduler(blocks=4, size=2)
+    s = make_scheduler(blocks=4, size=2)
     add(s, "a", range(2), max_tokens=4)
     add(s, "b", range(10, 12), max_tokens=4)
     assert s.foresee(s.plan()) is None  # one block for two
     s.check()
-    s = scheduler(context=5)
+    s = make_scheduler(context=5)
     add(s, "a", range(4), max_tokens=3)
     assert s.foresee(s.plan()) is None
 
 
 def test_times_come_from_the_given_clock():
-    s = scheduler()
+    s = make_scheduler()
     a = add(s, "a", max_tokens=2)
     step(s)
     assert (a.arrival, a.admitted, a.first_token) == (5.0, 101.0, 102.0)
@@ -583,7 +515,7 @@ def test_times_come_from_the_given_clock():
 
 
 def test_computed_prompt_tokens_are_counted_once_per_request():
-    s = scheduler(tokens=4, prefix_sharing=False)
+    s = make_scheduler(tokens=4, prefix_sharing=False)
     add(s, "a", range(6), max_tokens=4)
     step(s)
     assert s.computed_prompt_tokens == 4
@@ -595,13 +527,12 @@ def test_computed_prompt_tokens_are_counted_once_per_request():
     s._preempt_newest()
     step(s)
     s._preempt_newest()
-    while s.running or s.waiting:
-        step(s)
+    finish(s)
     assert s.computed_prompt_tokens == 6
 
 
 def test_cached_prompt_tokens_are_not_computed_ones():
-    s = scheduler(size=2)
+    s = make_scheduler(size=2)
     add(s, "a", range(5), max_tokens=1)
     step(s)
     add(s, "b", range(5), max_tokens=2)
@@ -631,7 +562,7 @@ def test_limits_below_one_are_refused(name):
     ],
 )
 def test_check_sees_damage(damage):
-    s = scheduler(seqs=1)
+    s = make_scheduler(seqs=1)
     a, b = add(s, "a"), add(s, "b")
     step(s)
     damage(s, a, b)
@@ -640,7 +571,7 @@ def test_check_sees_damage(damage):
 
 
 def test_check_sees_too_many_running():
-    s = scheduler(seqs=1)
+    s = make_scheduler(seqs=1)
     step_limits = Limits(2, 64, 64, 100)
     s.limits, limits = step_limits, s.limits
     add(s, "a")
@@ -652,7 +583,7 @@ def test_check_sees_too_many_running():
 
 
 def test_ten_thousand_aborts_take_little_time():
-    s = scheduler(waiting=20_000)
+    s = make_scheduler(waiting=20_000)
     for i in range(10_000):
         add(s, f"r{i}")
     s.plan()
@@ -665,7 +596,7 @@ def test_ten_thousand_aborts_take_little_time():
 
 
 def test_planning_a_decode_step_of_32_requests_is_fast():
-    s = scheduler(blocks=2000, size=16, seqs=32, tokens=8192, context=1024)
+    s = make_scheduler(blocks=2000, size=16, seqs=32, tokens=8192, context=1024)
     for i in range(32):
         add(s, f"r{i}", [i, *range(127)], max_tokens=128)
     step(s)
@@ -680,7 +611,7 @@ def test_planning_a_decode_step_of_32_requests_is_fast():
 
 
 def test_a_queue_without_room_is_not_matched_again_every_step():
-    s = scheduler(blocks=10, size=4)
+    s = make_scheduler(blocks=10, size=4)
     add(s, "a", range(30), max_tokens=4)
     add(s, "b", range(50, 80), max_tokens=1)
     step(s)
@@ -696,19 +627,10 @@ def test_a_queue_without_room_is_not_matched_again_every_step():
     assert len(lookups) == 1 and names(s.running) == []
 
 
-def test_work_says_whether_it_samples():
-    a = request("a", range(5))
-    assert not Work(a, 0, 4).samples
-    assert Work(a, 0, 5).samples
-    assert Work(a, 4, 1).samples
-
-
 def test_a_full_queue_says_when_to_come_back():
-    s = scheduler(seqs=1, waiting=1)
+    s = make_scheduler(seqs=1, waiting=1)
     for name in "ab":
-        made = request(name, max_tokens=16)
-        made.arrival = Clock.now
-        s.add(made)
+        add(s, name, max_tokens=16, arrival=Clock.now)
     advice = []
     for name in "cde":
         with pytest.raises(QueueFull) as refused:
@@ -720,7 +642,7 @@ def test_a_full_queue_says_when_to_come_back():
 
 
 def test_a_step_computes_again_as_many_answered_tokens_as_requests():
-    s = scheduler(seqs=3)
+    s = make_scheduler(seqs=3)
     add(s, "a", range(10), max_tokens=20)
     for _ in range(9):
         step(s)

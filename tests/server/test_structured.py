@@ -6,12 +6,12 @@ from collections import Counter
 
 import pytest
 
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import FormFailed
-from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow, Request
+from ropewalk.server.scheduling.request import FinishReason, Limits, Overflow
 from ropewalk.server.structured.grammar import Grammar, Kind
 from ropewalk.server.structured.matcher import Matcher
 from tests.model.tiny import tiny
+from tests.server.fake_engine import make_request
 from tests.server.grammars import Letters, compiled, grammars_of
 from tests.server.recording import engine
 from tests.server.test_ahead import LIMITS, answers, late, without_numbers, workload
@@ -52,18 +52,10 @@ def requests(grammars, count=24, *, ways=WAYS, max_tokens=60, overflow=Overflow.
     for i in range(count):
         prompt = [rng.randrange(60) for _ in range(rng.randint(1, 9))]
         which = i % (len(grammars) + 1)
-        made.append(
-            Request(
-                id=f"r{i}",
-                tokens=prompt,
-                num_prompt=len(prompt),
-                params=SamplingParams(max_tokens, stop_ids=frozenset({END}), **ways[i % len(ways)]),
-                arrival=0.0,
-                rng=random.Random(i),
-                matcher=grammars[which].begin() if which < len(grammars) else None,
-                overflow=overflow,
-            )
-        )
+        matcher = grammars[which].begin() if which < len(grammars) else None
+        more = {"rng": random.Random(i), "matcher": matcher, "overflow": overflow}
+        params = {"max_tokens": max_tokens, "temperature": 1.0, "stop_ids": frozenset({END})}
+        made.append(make_request(f"r{i}", prompt, **params | ways[i % len(ways)], **more))
     return made
 
 
@@ -115,15 +107,9 @@ def test_min_tokens_holds_where_the_grammar_has_more():
     start = compiled(made, Grammar(Kind.REGEX, "a+"))
     decoder = tiny("rope")
     for more in ({"min_tokens": 20}, {"stop_ids": frozenset()}):  # the latter is ignore_eos
-        params = {
-            "stop_ids": frozenset({END}),
-            "logit_bias": {END: 99.0},
-            "temperature": 0.0,
-        } | more
+        params = {"max_tokens": 30, "stop_ids": frozenset({END}), "logit_bias": {END: 99.0}} | more
         running, _, _ = engine(decoder, decoder, 200, LONG)
-        one = Request(
-            "r0", [1, 2], 2, SamplingParams(30, **params), 0.0, random.Random(0), start.begin()
-        )
+        one = make_request("r0", [1, 2], matcher=start.begin(), **params)
         (events,) = answers(running, [one]).values()
         assert [event.token for event in events[:20]] == [0] * 20
         assert len(events) == (21 if "min_tokens" in more else 30)
@@ -197,8 +183,7 @@ def test_max_tokens_and_stops_end_an_answer_among_forced_tokens(grammars):
         ({"max_tokens": 50, "stop_ids": frozenset({LETTERS.text.index("m")})}, FinishReason.STOP),
     ):
         running, _, _ = engine(decoder, decoder, 200, LONG)
-        params = SamplingParams(**params)
-        one = Request("r1", [1, 2], 2, params, 0.0, random.Random(0), grammars[1].begin())
+        one = make_request("r1", [1, 2], temperature=1.0, matcher=grammars[1].begin(), **params)
         events = answers(running, [one])
         assert texts(events)["r1"] == '{"name'[: len(events["r1"])] and len(events["r1"]) == 5
         assert events["r1"][-1].finish is finish

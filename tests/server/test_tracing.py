@@ -10,15 +10,11 @@ from unittest.mock import patch
 import httpx
 import pytest
 
-from ropewalk.server.app.app import create_app
-from ropewalk.server.config import HttpOptions
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.middleware import ANSWERED
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.tracing import Tracing
 from tests.command_line import configured
-from tests.server.fake_engine import AsyncEngine, make_engine
+from tests.server.fake_engine import engine_app, make_engine
 from tests.server.test_embeddings import hiding
 from tests.server.toy import running, toy
 
@@ -75,11 +71,8 @@ def values(attributes):
 
 def traced_app(traces):
     """A real engine over a fake model, under the toy's name."""
-    engine = AsyncEngine({"toy": make_engine(hiding([]))[0]}, lambda model, stats: None)
     served = toy(max_context=100, vocab_size=50, stop_ids=frozenset({9}))
-    metrics = Metrics()
-    metrics.add_model("toy", "rope", {}, bytes_per_token=64, blocks=8, block_size=16)
-    return create_app(Models([served]), engine, metrics, HttpOptions(), traces=traces)
+    return engine_app(make_engine(hiding([]))[0], served, traces=traces)
 
 
 def ask(url, path, **body):

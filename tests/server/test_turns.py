@@ -7,40 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.cache.manager import CacheManager
-from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import QueueFull
 from ropewalk.server.scheduling.queue import Turns
-from ropewalk.server.scheduling.request import Limits, Request
-from ropewalk.server.scheduling.scheduler import Scheduler
-from tests.cache.bookkeeping import Bookkeeping
-from tests.server.test_scheduler import Clock, names, shape, step
+from ropewalk.server.scheduling.request import Request
+from tests.server.fake_engine import make_request
+from tests.server.scheduling import make_scheduler, names, shape, step
 
 
-def request(name, prompt=3, *, client="", group="", priority=0, arrival=0.0, max_tokens=4):
-    tokens = [ord(name[0]), *range(prompt - 1)]
-    params = SamplingParams(max_tokens=max_tokens)
-    return Request(
-        id=name,
-        tokens=tokens,
-        num_prompt=prompt,
-        params=params,
-        arrival=arrival,
-        rng=random.Random(0),
-        client=client,
-        group=group,
-        priority=priority,
-    )
+def request(name, prompt=3, **more):
+    return make_request(name, [ord(name[0]), *range(prompt - 1)], **{"max_tokens": 4} | more)
 
 
-def scheduler(*, seqs=8, tokens=64, clock=None, **limits):
-    manager = CacheManager(4000, 4, prefix_sharing=False)
-    return Scheduler(
-        manager,
-        Limits(seqs, tokens, 512, **{"max_queue": 5000} | limits),
-        Bookkeeping(manager),
-        clock=clock or Clock(),
-    )
+def scheduler(*, seqs=8, waiting=5000, **more):
+    chosen = {"context": 512, "prefix_sharing": False} | more
+    return make_scheduler(4000, 4, seqs=seqs, waiting=waiting, **chosen)
 
 
 def add(scheduler, name, prompt=3, **more):
@@ -270,9 +250,7 @@ def test_every_running_request_gets_a_token_in_every_step():
 def test_another_answer_that_waits_for_its_prompt_delays_nobody():
     s = scheduler(seqs=16, tokens=8)
     add(s, "a1", 40, group="both")
-    second = request("a2", 40, group="both")
-    second.sibling = "a1"
-    s.add(second)
+    add(s, "a2", 40, group="both", sibling="a1")
     step(s)
     add(s, "b", 2)
     for _ in range(2):
@@ -283,9 +261,7 @@ def test_another_answer_that_waits_for_its_prompt_delays_nobody():
 def test_a_preempted_answer_that_waits_for_its_prompt_ends_the_search_for_others():
     s = scheduler(seqs=16, tokens=8)
     add(s, "a1", 40, group="both")
-    second = request("a2", 40, group="both")
-    second.sibling = "a1"
-    s.add(second)
+    second = add(s, "a2", 40, group="both", sibling="a1")
     step(s)
     s._queue.turns.remove(second)  # as if it had run, and had been preempted before its first token
     second.admitted = 1.0
@@ -295,7 +271,7 @@ def test_a_preempted_answer_that_waits_for_its_prompt_ends_the_search_for_others
 
 
 def test_several_clients_share_places_and_queue():
-    s = scheduler(seqs=16, max_queue=16, several_clients=True)
+    s = scheduler(seqs=16, waiting=16, several_clients=True)
     for i in range(30):
         add(s, f"g{i}", client="greedy", max_tokens=300)
     with pytest.raises(QueueFull):
@@ -316,6 +292,8 @@ def test_with_one_client_all_places_are_used():
 
 
 class Now:
+    """A clock that stands still."""
+
     now = 0.0
 
     def __call__(self) -> float:
@@ -370,9 +348,8 @@ def test_the_outlook_comes_from_the_pace_of_real_ends():
 def test_all_finish_whoever_sends_what_under_pressure(seed):
     """SC1, SC3, SC4 with lists, several answers, clients, priorities, preemption and aborts."""
     pick = random.Random(seed)
-    manager = CacheManager(24, 4)
-    limits = Limits(8, 16, 64, 500, several_clients=seed % 2 == 0)
-    s = Scheduler(manager, limits, Bookkeeping(manager), clock=Clock())
+    several = {"several_clients": seed % 2 == 0}
+    s = make_scheduler(24, 4, seqs=8, tokens=16, waiting=500, **several)
     live, preempted, number = set(), 0, 0
     for _ in range(3000):
         if number < 150 and pick.random() < 0.5:
@@ -380,13 +357,10 @@ def test_all_finish_whoever_sends_what_under_pressure(seed):
             client, priority = pick.choice("xyz"), pick.choice([0, 0, 1, -1])
             length, sibling = pick.randrange(1, 30), None
             for _ in range(pick.randrange(1, 9) if group else 1):
-                made = request(
-                    f"r{number}", length, client=client, group=group, priority=priority,
-                    max_tokens=pick.randrange(1, 20),
-                )  # fmt: skip
-                made.sibling = sibling
+                more = {"client": client, "group": group, "priority": priority}
+                more |= {"sibling": sibling, "max_tokens": pick.randrange(1, 20)}
+                made = add(s, f"r{number}", length, **more)
                 sibling = made.id if pick.random() < 0.5 else None
-                s.add(made)
                 live.add(made.id)
                 number += 1
         if live and pick.random() < 0.03:
@@ -402,4 +376,4 @@ def test_all_finish_whoever_sends_what_under_pressure(seed):
             break
     assert not live and not s.running and not s.waiting
     assert preempted > 5
-    assert manager.counts().active == 0
+    assert s._cache.counts().active == 0

@@ -6,7 +6,6 @@ import json
 import threading
 from functools import partial
 
-import httpx
 import pytest
 import torch
 
@@ -14,19 +13,15 @@ from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.types import Audit
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.weights.checksums import PORTIONS, STEPS, Seals
-from ropewalk.server.app.app import create_app
-from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine import integrity
 from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.errors import ModelWithdrawn, WeightsChanged
 from ropewalk.server.launch import build
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.request import FinishReason
 from tests.model.checkpoints import llama, random_model, save
-from tests.server.fake_engine import configured, make_request
+from tests.server.fake_engine import loaded_app, make_request
 from tests.server.test_auditing import Watched, counted_from
-from tests.server.toy import running, sample, wait_for
+from tests.server.toy import asking, sample, wait_for
 
 
 def flip(tensor, byte=0):
@@ -137,12 +132,9 @@ def serving(monkeypatch, *flags, idle_s=30.0):
 
     monkeypatch.setattr(Decoder, "fixed_tensors", recorded)
     monkeypatch.setattr(build, "IDLE_S", idle_s)
-    config, metrics = configured(*flags, "--kv-memory", "2M"), Metrics()
-    loaded = build.load_models(config, metrics)
-    engine = build.engine_of(config, loaded, metrics, lambda: None)
-    app = create_app(Models(each.served for each in loaded), engine, metrics, HttpOptions())
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=30) as client:
-        yield client, metrics, (held or [None])[0]
+    app = loaded_app(*flags, "--kv-memory", "2M")
+    with asking(app) as client:
+        yield client, app.state.metrics, (held or [None])[0]
 
 
 def asked(model="m", **body):
