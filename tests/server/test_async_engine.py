@@ -29,11 +29,32 @@ def no_thread_is_left():
     assert [thread.name for thread in threading.enumerate() if thread.name == "engine"] == []
 
 
-def started(engine, **options):
-    seen = []
-    running = AsyncEngine({"m": engine}, lambda model, stats: seen.append(stats), **options)
-    running.start()
-    return running, seen
+@pytest.fixture
+async def start():
+    """Starts an engine, which is stopped after the test: it, and the stats of its steps."""
+    made = []
+
+    def started(engine, **options):
+        seen = []
+        running = AsyncEngine({"m": engine}, lambda model, stats: seen.append(stats), **options)
+        made.append(running)
+        running.start()
+        return running, seen
+
+    yield started
+    for each in made:
+        await each.stop()
+
+
+def held():
+    """A forward that waits to be released, and what releases it."""
+    release = threading.Event()
+
+    def forward(batch, kv):
+        release.wait(5)
+        return counting(batch, kv)
+
+    return forward, release
 
 
 async def collect(running, request, model="m"):
@@ -52,9 +73,9 @@ def view_of(engine):
     return engine.view()
 
 
-async def test_events_arrive_in_order_and_end():
+async def test_events_arrive_in_order_and_end(start):
     engine, manager = make_engine()
-    running, seen = started(engine)
+    running, seen = start(engine)
     events = await collect(running, make_request("a", [1, 2]))
     assert [event.token for event in events] == [3, 4, 5, 6, 7]
     assert [event.finish is not None for event in events] == [False] * 4 + [True]
@@ -65,14 +86,13 @@ async def test_events_arrive_in_order_and_end():
     assert manager.counts().active == 0
 
 
-async def test_many_callers_at_once():
+async def test_many_callers_at_once(start):
     engine, _ = make_engine(blocks=30)
-    running, _ = started(engine)
+    running, _ = start(engine)
     requests = [make_request(f"r{i}", [i], max_tokens=3 + i % 5) for i in range(40)]
     answers = await asyncio.gather(*(collect(running, each) for each in requests))
     for i, events in enumerate(answers):
         assert [event.token for event in events] == [(i + 1 + n) % 50 for n in range(3 + i % 5)]
-    await running.stop()
 
 
 async def test_two_models_are_stepped_in_turn():
@@ -89,8 +109,8 @@ async def test_two_models_are_stepped_in_turn():
     await running.stop()
 
 
-async def test_a_model_without_an_engine_refuses_and_another_goes_on():
-    running, seen = started(make_engine(slowly)[0])
+async def test_a_model_without_an_engine_refuses_and_another_goes_on(start):
+    running, seen = start(make_engine(slowly)[0])
     await running.add("b", make_engine(slowly)[0])
     left = asyncio.create_task(collect(running, make_request("x", [5], max_tokens=40), "b"))
     stays = asyncio.create_task(collect(running, make_request("y", [5], max_tokens=40)))
@@ -109,21 +129,19 @@ async def test_a_model_without_an_engine_refuses_and_another_goes_on():
             await ask(model="b")
     assert len(await stays) == 40
     assert running.outlook("b").idle
-    await running.stop()
 
 
-async def test_a_refusal_raises_at_the_first_turn():
+async def test_a_refusal_raises_at_the_first_turn(start):
     engine, _ = make_engine()
-    running, _ = started(engine)
+    running, _ = start(engine)
     with pytest.raises(PromptTooLong):
         await collect(running, make_request("a", range(100)))
     assert running.active() == 0
-    await running.stop()
 
 
-async def test_a_caller_that_leaves_frees_its_blocks():
+async def test_a_caller_that_leaves_frees_its_blocks(start):
     engine, manager = make_engine(slowly)
-    running, seen = started(engine)
+    running, seen = start(engine)
     stream = alone(running, make_request("a", [1], max_tokens=90))
     await anext(stream)
     steps = len(seen)
@@ -132,12 +150,11 @@ async def test_a_caller_that_leaves_frees_its_blocks():
         await asyncio.sleep(0.001)
     # The step under way when it left, and the one that saw it gone.
     assert len(seen) <= steps + 3
-    await running.stop()
 
 
-async def test_cancelling_a_caller_aborts_too():
+async def test_cancelling_a_caller_aborts_too(start):
     engine, manager = make_engine(slowly)
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
     await asyncio.sleep(0.05)
     task.cancel()
@@ -146,12 +163,11 @@ async def test_cancelling_a_caller_aborts_too():
     async with asyncio.timeout(2):
         while manager.counts().active:
             await asyncio.sleep(0.001)
-    await running.stop()
 
 
-async def test_stop_ends_open_streams_with_an_error():
+async def test_stop_ends_open_streams_with_an_error(start):
     engine, _ = make_engine(slowly)
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
     await asyncio.sleep(0.05)
     await running.stop()
@@ -161,10 +177,10 @@ async def test_stop_ends_open_streams_with_an_error():
         await collect(running, make_request("b", [1]))
 
 
-async def test_an_answer_ends_once():
+async def test_an_answer_ends_once(start):
     """Whatever the thread's end says to all, a finished answer that is yet to be read stays so."""
     engine, _ = make_engine()
-    running, seen = started(engine)
+    running, seen = start(engine)
     stream = alone(running, make_request("a", [1], max_tokens=1))
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)  # it has asked and now waits
@@ -174,19 +190,13 @@ async def test_an_answer_ends_once():
     events = await reading
     assert [event.finish for event in events] == [FinishReason.LENGTH]
     await stream.aclose()
-    await running.stop()
 
 
-async def test_a_thread_that_is_stuck_does_not_keep_the_process(monkeypatch, caplog):
+async def test_a_thread_that_is_stuck_does_not_keep_the_process(start, monkeypatch, caplog):
     monkeypatch.setattr(async_engine, "STOP_SECONDS", 0.05)
-    release = threading.Event()
-
-    def stuck(batch, kv):
-        release.wait(5)
-        return counting(batch, kv)
-
+    stuck, release = held()
     engine, _ = make_engine(stuck)
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     await asyncio.sleep(0.05)
     await running.stop()
@@ -199,14 +209,14 @@ async def test_a_thread_that_is_stuck_does_not_keep_the_process(monkeypatch, cap
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, SystemExit, KeyboardInterrupt])
-async def test_a_failing_thread_tells_everybody(kind, caplog):
+async def test_a_failing_thread_tells_everybody(start, kind, caplog):
     engine, _ = make_engine(slowly)
 
     def broken():
         raise kind("state is lost")
 
     told = threading.Event()
-    running, _ = started(engine, on_failure=told.set)
+    running, _ = start(engine, on_failure=told.set)
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
     await asyncio.sleep(0.05)
     engine.step = broken
@@ -218,19 +228,13 @@ async def test_a_failing_thread_tells_everybody(kind, caplog):
     assert "state is lost" in caplog.text
     with pytest.raises(ShuttingDown):
         await collect(running, make_request("b", [1]))
-    await running.stop()
 
 
-async def test_a_step_that_never_ends_is_not_alive(monkeypatch):
+async def test_a_step_that_never_ends_is_not_alive(start, monkeypatch):
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
-    release = threading.Event()
-
-    def stuck(batch, kv):
-        release.wait(5)
-        return counting(batch, kv)
-
+    stuck, release = held()
     engine, _ = make_engine(stuck)
-    running, _ = started(engine)
+    running, _ = start(engine)
     assert running.alive
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=1)))
     await asyncio.sleep(0.2)
@@ -239,20 +243,14 @@ async def test_a_step_that_never_ends_is_not_alive(monkeypatch):
     await task
     await asyncio.sleep(0.01)
     assert running.alive  # idle is no stall
-    await running.stop()
 
 
-async def test_a_step_that_never_ends_is_the_end(monkeypatch, caplog):
+async def test_a_step_that_never_ends_is_the_end(start, monkeypatch, caplog):
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
     monkeypatch.setattr(async_engine, "WATCH_SECONDS", 0.05)
-    release, told = threading.Event(), threading.Event()
-
-    def stuck(batch, kv):
-        release.wait(5)
-        return counting(batch, kv)
-
+    told, (stuck, release) = threading.Event(), held()
     engine, _ = make_engine(stuck)
-    running, _ = started(engine, on_failure=told.set)
+    running, _ = start(engine, on_failure=told.set)
     await asyncio.sleep(0.3)
     assert running.failure is None  # idle is no stall
     with pytest.raises(ShuttingDown, match="stuck"):
@@ -268,7 +266,7 @@ async def test_a_step_that_never_ends_is_the_end(monkeypatch, caplog):
     assert running.failure == "The engine is stuck; the server must be restarted."
 
 
-async def test_steps_that_are_slow_but_end_are_no_stall(monkeypatch):
+async def test_steps_that_are_slow_but_end_are_no_stall(start, monkeypatch):
     """As after the whole process was stopped for a while: the step that lasted ends then."""
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.01)
     monkeypatch.setattr(async_engine, "WATCH_SECONDS", 0.3)
@@ -278,38 +276,35 @@ async def test_steps_that_are_slow_but_end_are_no_stall(monkeypatch):
         return counting(batch, kv)
 
     engine, _ = make_engine(slow)
-    running, _ = started(engine)
+    running, _ = start(engine)
     events = await collect(running, make_request("a", [1], max_tokens=6))
     assert [event.token for event in events] == [2, 3, 4, 5, 6, 7]
     assert running.failure is None
-    await running.stop()
 
 
-async def test_idle_engines_are_stepped_now_and_then():
+async def test_idle_engines_are_stepped_now_and_then(start):
     engine, _ = make_engine()
-    running, seen = started(engine, idle_s=0.01)
+    running, seen = start(engine, idle_s=0.01)
     while len(seen) < 5:
         await asyncio.sleep(0.005)
     events = await collect(running, make_request("a", [1]))
     assert [event.token for event in events] == [2, 3, 4, 5, 6]
-    await running.stop()
 
 
-async def test_a_look_is_answered_while_idle_and_steps_nothing():
+async def test_a_look_is_answered_while_idle_and_steps_nothing(start):
     engine, _ = make_engine()
-    running, seen = started(engine)
+    running, seen = start(engine)
     view = await running.ask("m", view_of)
     assert (view.running, view.waiting, dict(view.shared)) == ((), 0, {})
     assert (view.blocks.free, view.blocks.active) == (39, 0)
     assert seen == []
     assert running._asked == set()
-    await running.stop()
 
 
-async def test_a_look_is_answered_between_two_steps():
+async def test_a_look_is_answered_between_two_steps(start):
     """Each table fits the tokens, as it does not while a step is computed."""
     engine, _ = make_engine(slowly)
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
     await asyncio.sleep(0)
     for _ in range(5):
@@ -325,22 +320,20 @@ async def test_a_look_is_answered_between_two_steps():
     await task
     assert len(kept) > 2  # what was seen stays as it was
     assert (await running.ask("m", view_of)).running == ()
-    await running.stop()
 
 
-async def test_a_look_of_someone_who_left_harms_nobody():
+async def test_a_look_of_someone_who_left_harms_nobody(start):
     engine, _ = make_engine(slowly)
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     look = asyncio.create_task(running.ask("m", view_of))
     await asyncio.sleep(0)
     look.cancel()
     assert len(await task) == 5
     assert (await running.ask("m", view_of)).waiting == 0
-    await running.stop()
 
 
-async def test_a_look_at_an_engine_that_ends_is_refused(caplog):
+async def test_a_look_at_an_engine_that_ends_is_refused(start, caplog):
     engine, _ = make_engine()
     stepping, release = threading.Event(), threading.Event()
 
@@ -350,7 +343,7 @@ async def test_a_look_at_an_engine_that_ends_is_refused(caplog):
         raise RuntimeError("state is lost")
 
     engine.step = broken
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     while not stepping.is_set():
         await asyncio.sleep(0.001)
@@ -362,50 +355,46 @@ async def test_a_look_at_an_engine_that_ends_is_refused(caplog):
             await ended
     with pytest.raises(ShuttingDown):
         await running.ask("m", view_of)
-    await running.stop()
 
 
-async def test_a_look_that_fails_stops_nothing(caplog):
+async def test_a_look_that_fails_stops_nothing(start, caplog):
     engine, _ = make_engine()
 
     def broken():
         raise RuntimeError("no such block")
 
     engine.view = broken
-    running, _ = started(engine)
+    running, _ = start(engine)
     with pytest.raises(RequestFailed):
         await running.ask("m", view_of)
     assert "no such block" in caplog.text
     assert len(await collect(running, make_request("a", [1]))) == 5
-    await running.stop()
 
 
-async def test_a_change_that_fails_half_done_is_the_end(caplog):
+async def test_a_change_that_fails_half_done_is_the_end(start, caplog):
     def broken(engine):
         raise RuntimeError("half of it")
 
-    running, _ = started(make_engine()[0])
+    running, _ = start(make_engine()[0])
     with pytest.raises(ShuttingDown):
         await running.ask("m", broken, changes=True)
     assert running.failure is not None and "half of it" in caplog.text
-    await running.stop()
 
 
-async def test_a_flush_is_observed_before_it_is_answered():
+async def test_a_flush_is_observed_before_it_is_answered(start):
     engine, manager = make_engine()
-    running, seen = started(engine)
+    running, seen = start(engine)
     await collect(running, make_request("a", range(9)))
     assert manager.counts().cached == 3
     assert await running.ask("m", Engine.flush, changes=True) == 3
     assert (seen[-1].flushed_blocks, seen[-1].blocks.cached) == (3, 0)
     assert await running.ask("m", Engine.flush, changes=True) == 0
     assert sum(stats.flushed_blocks for stats in seen) == 3
-    await running.stop()
 
 
-async def test_a_flush_beside_a_running_request_leaves_it_alone():
+async def test_a_flush_beside_a_running_request_leaves_it_alone(start):
     engine, manager = make_engine(slowly)
-    running, _ = started(engine)
+    running, _ = start(engine)
     task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
     while not manager.sequences:
         await asyncio.sleep(0.001)

@@ -215,6 +215,7 @@ def test_no_task_is_left_behind(caplog):
         answers = await clients(listener.getsockname()[1], 50, longest_wait=0.3)
         assert set(answers) == {b"HTTP/1.1 200 OK"}
         await settled(tasks)
+        assert app.state.drain.in_flight == 0 and not app.state.drain.lifelines
         server.should_exit = True
         await serving
         return asyncio.all_tasks()

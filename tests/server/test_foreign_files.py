@@ -11,7 +11,7 @@ from ropewalk.model.tokenizers.hf import HfTokenizer, read_tokenizer_json
 from ropewalk.server.openai import requests
 from tests.model.tokenizers.test_chat_process import DOUBLE, EITHER, LOOP
 from tests.model.tokenizers.test_foreign_files import PANICS
-from tests.server.toy import ask, chat, error_of, running, sample, toy, toy_app
+from tests.server.toy import ask, chat, error_of, rejected, running, toy, toy_app
 
 PANICKING = "a" * 39 + "!"
 TALK = [{"role": "user", "content": "loop"}]
@@ -62,13 +62,7 @@ def test_waiting_for_others_has_an_end(monkeypatch):
     answer = chat(app)
     error = error_of(answer, 429)
     assert error["code"] == "queue_full" and int(answer.headers["retry-after"]) > 0
-    counted = {
-        "model_name": "toy",
-        "encoding": "rope",
-        "reason": "queue_full",
-        "code": "queue_full",
-    }
-    assert sample(app.state.metrics, "request_rejections_total", **counted) == 1
+    assert rejected(app, "queue_full", "queue_full") == 1
 
 
 @pytest.mark.parametrize(
@@ -85,7 +79,5 @@ def test_a_tokenizer_s_panic_is_one_counted_error(path, body, capfd):
     app = toy_app(served=[toy(tokenizer=tokenizer, vocab_size=256, max_context=4096)])
     error = error_of(ask(app, "POST", path, json=body), 400)
     assert error["code"] == "invalid_value" and "fails on this text" in error["message"]
-    labels = {"model_name": "toy", "encoding": "rope", "reason": "invalid_request"}
-    counted = sample(app.state.metrics, "request_rejections_total", code="invalid_value", **labels)
-    assert counted == 1
+    assert rejected(app, "invalid_request", "invalid_value") == 1
     capfd.readouterr()  # the library writes a trace of its own

@@ -11,10 +11,12 @@ from ropewalk.server.http.access_log import REFUSALS_PER_SECOND, Exchange, HttpL
 from ropewalk.server.metrics.exporter import Metrics
 from tests.server.sockets import completion, connect, exchange, post, read_all
 from tests.server.toy import (
+    UNMATCHED,
     ScriptedEngine,
     ask,
     chat,
     complete,
+    rejected,
     running,
     sample,
     toy,
@@ -23,7 +25,6 @@ from tests.server.toy import (
 )
 
 SECRET = "my-secret-text"
-UNMATCHED = {"model_name": "unmatched", "encoding": "unmatched"}
 
 
 @pytest.fixture(autouse=True)
@@ -230,8 +231,7 @@ def test_what_is_no_request_has_a_line_and_is_counted(data, said, caplog):
     assert shown.split()[-1].decode() in line
     code = "headers_too_large" if "aaaa" in said else "bad_request"
     assert f"{code}: " in line
-    labels = UNMATCHED | {"reason": "invalid_request", "code": code}
-    assert sample(app.state.metrics, "request_rejections_total", **labels) == 1
+    assert rejected(app, "invalid_request", code, UNMATCHED) == 1
 
 
 def test_a_body_that_is_no_body_belongs_to_its_request(caplog):
@@ -297,8 +297,7 @@ def test_a_flood_is_summed_up_and_nothing_else_is_lost(caplog):
     left_out = 10_000 - REFUSALS_PER_SECOND
     assert found[-1].endswith(f"within a second: {left_out} invalid_api_key")
     assert caplog.records[-1].fields == {"refused": {"invalid_api_key": left_out}}
-    labels = UNMATCHED | {"reason": "unauthorized", "code": "invalid_api_key"}
-    assert sample(app.state.metrics, "request_rejections_total", **labels) == 10_000
+    assert rejected(app, "unauthorized", "invalid_api_key", UNMATCHED) == 10_000
 
 
 def test_the_next_second_is_shown_again(caplog):

@@ -2,6 +2,7 @@
 
 import platform
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ from ropewalk.server.scheduling.request import (
     RequestSummary,
     StepStats,
 )
-from tests.server.toy import ask, chat, complete, sample, toy, toy_app
+from tests.server.toy import LABELS, UNMATCHED, ask, chat, complete, rejected, sample, toy, toy_app
 
-LABELS = {"model_name": "toy", "encoding": "rope"}
+PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_of_toy() -> Metrics:
@@ -115,8 +116,7 @@ def test_everything_starts_at_zero_and_exists():
     for reason, code in REJECTIONS:
         labels = {"reason": reason, "code": code}
         assert value(metrics, "request_rejections_total", **labels) == 0
-        unmatched = {"model_name": "unmatched", "encoding": "unmatched"}
-        assert sample(metrics, "request_rejections_total", **labels, **unmatched) == 0
+        assert sample(metrics, "request_rejections_total", **labels, **UNMATCHED) == 0
     assert value(metrics, "kv_blocks", state="free") == 10
     assert value(metrics, "kv_cache_bytes", kind="k") == 10 * 16 * 64 / 2
     assert value(metrics, "kv_cache_bytes", kind="v") == 10 * 16 * 64 / 2
@@ -251,26 +251,6 @@ def test_a_step_is_counted():
         assert value(metrics, f"{name}_sum") == pytest.approx(2 * number), name
 
 
-def test_queried_tokens_are_the_admitted_prompt_tokens():
-    metrics = metrics_of_toy()
-    prompts = [(30, 16), (7, 0), (100, 96)]
-    for tokens, hits in prompts:
-        metrics.observe_step(
-            "toy",
-            StepStats(
-                computed_prompt_tokens=tokens - hits,
-                cached_prompt_tokens=hits,
-                prefix_queried_tokens=tokens,
-            ),
-        )
-        metrics.observe_step("toy", StepStats(preemptions=1))  # recomputing queries nothing
-    queried = value(metrics, "prefix_cache_queried_tokens_total")
-    computed = value(metrics, "prompt_tokens_total", source="computed")
-    cached = value(metrics, "prompt_tokens_total", source="cached")
-    assert queried == computed + cached == sum(tokens for tokens, _ in prompts)
-    assert value(metrics, "prefix_cache_hit_tokens_total") == cached
-
-
 def test_requests_that_never_got_a_token_have_no_latencies():
     metrics = metrics_of_toy()
     never = summary(finish=FinishReason.ABORT, admitted=None, first_token=None, output_tokens=0)
@@ -284,13 +264,6 @@ def test_requests_that_never_got_a_token_have_no_latencies():
     assert value(metrics, "request_time_per_output_token_seconds_count") == 0
 
 
-def test_ratios_stay_between_0_and_1():
-    metrics = metrics_of_toy()
-    for active in (0, 5, 10):
-        metrics.observe_step("toy", StepStats(blocks=BlockCounts(10 - active, active, 0)))
-        assert value(metrics, "kv_cache_usage_ratio") == active / 10
-
-
 def test_models_are_kept_apart_and_unknown_ones_are_errors():
     metrics = metrics_of_toy()
     size = {"bytes_per_token": 64, "blocks": 4, "block_size": 16}
@@ -302,29 +275,6 @@ def test_models_are_kept_apart_and_unknown_ones_are_errors():
         metrics.add_model("b", "nope", {}, **size)
     with pytest.raises(KeyError):
         metrics.observe_step("c", StepStats())
-
-
-def test_rejections_are_counted_by_reason():
-    app = toy_app(max_body_bytes=2000)
-    metrics = app.state.metrics
-    complete(app, temperature=9)
-    complete(app, prompt=[1] * 600)
-    complete(app, model="other")
-    complete(app, prompt=[300])
-    complete(app, user="x" * 2000)
-
-    def rejected(reason, code, model="toy", encoding="rope"):
-        labels = {"reason": reason, "code": code, "model_name": model, "encoding": encoding}
-        return sample(metrics, "request_rejections_total", **labels)
-
-    assert rejected("context_length", "context_length_exceeded") == 1
-    assert rejected("invalid_request", "invalid_value") == 1
-    for reason, code in (
-        ("invalid_request", "invalid_value"),
-        ("model_not_found", "model_not_found"),
-        ("body_too_large", "body_too_large"),
-    ):
-        assert rejected(reason, code, "unmatched", "unmatched") == 1
 
 
 def test_reasons_group_codes():
@@ -347,23 +297,31 @@ def test_every_refusal_has_its_series():
         api_keys=frozenset({"k"}),
         allowed_hosts=frozenset({"toy"}),
         allowed_origins=frozenset({"https://a"}),
+        max_body_bytes=2000,
     )
     key = {"authorization": "Bearer k"}
     preflight = {"origin": "https://b", "access-control-request-method": "GET"}
-    for method, path, headers, code in (
-        ("GET", "/version", {}, "invalid_api_key"),
-        ("GET", "/version", key | {"host": "b"}, "wrong_host"),
-        ("OPTIONS", "/version", preflight, "wrong_origin"),
-        ("POST", "/tokenize", key, "unsupported_media_type"),
-        ("GET", "/nothing", key, "not_found"),
-        ("POST", "/version", key | {"content-type": "application/json"}, "method_not_allowed"),
-    ):
-        reason = "unauthorized" if code == "invalid_api_key" else "invalid_request"
-        labels = {"model_name": "unmatched", "encoding": "unmatched", "reason": reason}
-        before = sample(app.state.metrics, "request_rejections_total", code=code, **labels)
-        ask(app, method, path, headers=headers)
-        after = sample(app.state.metrics, "request_rejections_total", code=code, **labels)
-        assert (before, after) == (0, 1), code
+    send, post = partial(ask, app), partial(complete, app, key)
+    for request, reason, code, labels in (
+        (lambda: send("GET", "/version"), "unauthorized", "invalid_api_key", UNMATCHED),
+        (lambda: send("GET", "/version", headers=key | {"host": "b"}),
+         "invalid_request", "wrong_host", UNMATCHED),
+        (lambda: send("OPTIONS", "/version", headers=preflight),
+         "invalid_request", "wrong_origin", UNMATCHED),
+        (lambda: send("POST", "/tokenize", headers=key),
+         "invalid_request", "unsupported_media_type", UNMATCHED),
+        (lambda: send("GET", "/nothing", headers=key), "invalid_request", "not_found", UNMATCHED),
+        (lambda: send("POST", "/version", headers=key, json={}),
+         "invalid_request", "method_not_allowed", UNMATCHED),
+        (lambda: post(temperature=9), "invalid_request", "invalid_value", UNMATCHED),
+        (lambda: post(prompt=[300]), "invalid_request", "invalid_value", LABELS),
+        (lambda: post(prompt=[1] * 600), "context_length", "context_length_exceeded", LABELS),
+        (lambda: post(model="other"), "model_not_found", "model_not_found", UNMATCHED),
+        (lambda: post(user="x" * 2000), "body_too_large", "body_too_large", UNMATCHED),
+    ):  # fmt: skip
+        before = rejected(app, reason, code, labels)
+        request()
+        assert (before, rejected(app, reason, code, labels)) == (0, 1), code
 
 
 def test_no_request_adds_a_series():
@@ -498,9 +456,8 @@ def test_what_runs_and_what_it_uses_of_the_machine():
 )
 def test_the_format_that_is_asked_for(accept, openmetrics):
     response = ask(toy_app(), "GET", "/metrics", headers={"accept": accept})
-    assert response.headers["content-type"].startswith(
-        "application/openmetrics-text; version=1.0.0" if openmetrics else "text/plain; version=0.0."
-    )
+    kind = "application/openmetrics-text; version=1.0.0" if openmetrics else PLAIN
+    assert response.headers["content-type"].startswith(kind)
     assert response.text.count("# EOF") == openmetrics
     assert response.text.endswith("# EOF\n") is openmetrics
 
@@ -541,10 +498,3 @@ def test_a_page_is_compressed_for_those_who_can_read_it(accepted, zipped):
     assert "accept-encoding" in response.headers["vary"]
     length = int(response.headers["content-length"])
     assert length < len(response.content) / 3 if zipped else length == len(response.content)
-
-
-def test_the_page():
-    app = toy_app()
-    response = ask(app, "GET", "/metrics")
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert 'ropewalk_requests_running{encoding="rope",model_name="toy"} 0.0' in response.text

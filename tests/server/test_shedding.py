@@ -11,7 +11,7 @@ from ropewalk.server.http.streaming import Drain
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Outlook
 from tests.server.sockets import connect, post, read_until
-from tests.server.toy import ScriptedEngine, running, sample, toy_app
+from tests.server.toy import ScriptedEngine, rejected, running, toy_app
 
 FULL = Outlook(seats=0, waiting=3, places=3)
 KEY = {"authorization": "Bearer k"}
@@ -50,9 +50,7 @@ def test_it_answers_as_the_application_does(options, monkeypatch):
         for each in (usual, quick):
             assert each[2]["error"]["code"] == "queue_full"
             assert int(each[1]["retry-after"]) > 0
-        labels = dict.fromkeys(("reason", "code"), "queue_full")
-        labels |= {"model_name": "toy", "encoding": "rope"}
-        assert sample(app.state.metrics, "request_rejections_total", **labels) == 2
+        assert rejected(app, "queue_full", "queue_full") == 2
         engine.ahead = Outlook()  # there is room again
         for _ in range(2):
             assert ask(url, PLAIN, b'"usage":')[0] == "HTTP/1.1 200 OK"
