@@ -9,12 +9,14 @@ import torch
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager
+from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.catalogue import in_each_storage
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import find
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.sampling import SamplingParams
+from ropewalk.model.weights.checksums import Seals
 from ropewalk.server.app.app import create_app
 from ropewalk.server.app.cache import CachePlanner
 from ropewalk.server.config import HttpOptions
@@ -37,6 +39,7 @@ from tests.server.toy import toy, toy_app
 VOCAB = 50
 BLOCK = 4
 CPU = torch.device("cpu")
+SHAPE = Shape(2, 3, 2)
 PARAMS = {each.name for each in fields(SamplingParams)}
 SPEED = Speed(turn=0.25, copy=0.5, compute=8.0)
 
@@ -53,20 +56,31 @@ def slowly(batch, kv):
     return counting(batch, kv)
 
 
-def auditor_of(kv, manager, scheduler, ledger=None):
-    """Verifies every full block in every step: what a fake model does not write must not change."""
-    return Auditor("fake", ledger or Ledger(kv, Audit.FULL), manager, scheduler)
-
-
 def make_engine(
-    forward=counting, *, blocks=40, clock=None, meter=None, ahead=False, drain_times=tuple, **limits
+    forward=counting,
+    *,
+    shape=SHAPE,
+    blocks=40,
+    audit=Audit.FULL,
+    sharing=True,
+    spill=0,
+    weights=None,
+    clock=None,
+    meter=None,
+    ahead=False,
+    drain_times=tuple,
+    **limits,
 ):
+    """An engine and its cache manager. What a fake model does not write must not change."""
     chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
-    manager = CacheManager(blocks, BLOCK)
-    kv = KVCache(Shape(2, 3, 2), blocks=blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    kv = KVCache(shape, blocks=blocks, block_size=BLOCK, dtype=torch.float32, device=CPU)
+    ledger = Ledger(kv, audit)
+    place = HostMemory(kv, spill, ledger) if spill else None
+    manager = CacheManager(blocks, BLOCK, prefix_sharing=sharing, place=place)
     scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
     more = {"drain_times": drain_times} | ({} if clock is None else {"clock": clock})
-    auditor = auditor_of(kv, manager, scheduler)
+    seals = None if weights is None else Seals(weights)
+    auditor = Auditor("fake", ledger, manager, scheduler, seals)
     meter = meter or PositionMeter()
     run = Runner(forward, kv, manager, Sampler())
     if ahead:

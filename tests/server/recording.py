@@ -12,12 +12,13 @@ from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
 from ropewalk.model.sampler import Sampler
 from ropewalk.server.engine.engine import Engine, Runner
+from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.scheduling.request import Limits
 from ropewalk.server.scheduling.scheduler import Scheduler
 from tests.model.running import full_of_nan, new_cache
 from tests.model.tiny import CONTEXT
-from tests.server.fake_engine import auditor_of, make_request
+from tests.server.fake_engine import make_request
 
 BLOCK = 4
 LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=CONTEXT, max_queue=100)
@@ -39,15 +40,17 @@ def engine(
     ahead=False,
     runner=Runner,
     audit=Audit.FULL,
+    sharing=True,
     spill=0,
 ):
     """An engine on a cache full of NaN; `ahead`: steps are launched ahead, as on a GPU."""
     kv = full_of_nan(new_cache(decoder, blocks, BLOCK, stored))
     ledger = Ledger(kv, audit)
-    manager = CacheManager(blocks, BLOCK, place=HostMemory(kv, spill, ledger) if spill else None)
+    place = HostMemory(kv, spill, ledger) if spill else None
+    manager = CacheManager(blocks, BLOCK, prefix_sharing=sharing, place=place)
     rules = [decoder.encoding.for_layer(layer) for layer in range(decoder.config.num_layers)]
     scheduler = Scheduler(manager, limits, Operations(manager, kv, rules, ledger))
-    auditor = auditor_of(kv, manager, scheduler, ledger)
+    auditor = Auditor("recorded", ledger, manager, scheduler)
     run = runner(forward, kv, manager, Sampler())
     launch = run.launch if ahead else None
     made = Engine(run, kv, manager, scheduler, auditor, PositionMeter(), launch=launch)
@@ -57,7 +60,8 @@ def engine(
 class Recording:
     """An engine that keeps what it computed: rows of (request, first row, logits)."""
 
-    def __init__(self, decoder, blocks, limits=LIMITS, stored=None, *, ahead=False, spill=0):
+    def __init__(self, decoder, blocks, limits=LIMITS, stored=None, **more):
+        """more: of `engine`."""
         self.decoder = decoder
         recording = self
 
@@ -71,7 +75,6 @@ class Recording:
                 recording.ahead += after is not None
                 return launched
 
-        more = {"ahead": ahead, "spill": spill}
         made = engine(self._forward, decoder, blocks, limits, stored, runner=Building, **more)
         self.engine, self.manager, self.scheduler = made
         self.rows = []

@@ -7,67 +7,31 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ropewalk.cache.ledger import Ledger
-from ropewalk.cache.manager import CacheManager
-from ropewalk.cache.spill import HostMemory
 from ropewalk.cache.types import Audit
-from ropewalk.model.sampler import Sampler
-from ropewalk.server.engine.engine import Engine, Runner
-from ropewalk.server.engine.integrity import Auditor
-from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CacheChanged
-from ropewalk.server.scheduling.request import FinishReason, Limits
-from ropewalk.server.scheduling.scheduler import Scheduler
-from tests.cache.bookkeeping import Bookkeeping
-from tests.model.running import new_cache
-from tests.model.tiny import tiny
-from tests.server.fake_engine import BLOCK, VOCAB, counting, engine_app, make_request
+from ropewalk.server.scheduling.request import FinishReason
+from tests.cache.shape import Shape
+from tests.server.fake_engine import BLOCK, VOCAB, counting, engine_app, make_engine, make_request
 from tests.server.toy import LABELS, asking, sample, toy
 
-ENTRIES = BLOCK  # of one layer and part of a block, with the one key/value head used here
+SHAPE = Shape(3, 2, 8)
+ENTRIES = BLOCK * SHAPE.num_kv_heads  # of one layer and part of a block
 
 
 class Watched:
     """An engine over a fake model, whose cache tests may damage."""
 
-    def __init__(
-        self,
-        mode=Audit.FULL,
-        *,
-        forward=counting,
-        blocks=40,
-        sharing=True,
-        ahead=False,
-        spill=0,
-        **limits,
-    ):
-        chosen = {"max_seqs": 16, "max_step_tokens": 64, "max_context": 100, "max_queue": 50}
-        self.kv = new_cache(tiny("nope"), blocks, BLOCK)
-        for part in self.kv.whole:
-            part.normal_()
-        ledger = Ledger(self.kv, mode)
-        self.place = HostMemory(self.kv, spill, ledger) if spill else None
-        self.manager = CacheManager(blocks, BLOCK, prefix_sharing=sharing, place=self.place)
-        self.scheduler = Scheduler(
-            self.manager, Limits(**chosen | limits), Bookkeeping(self.manager)
-        )
-        auditor = Auditor("fake", ledger, self.manager, self.scheduler)
+    def __init__(self, mode=Audit.FULL, *, forward=counting, **options):
         self.forwards = 0
 
         def counted(batch, kv):
             self.forwards += 1
             return forward(batch, kv)
 
-        run = Runner(counted, self.kv, self.manager, Sampler())
-        self.engine = Engine(
-            run,
-            self.kv,
-            self.manager,
-            self.scheduler,
-            auditor,
-            PositionMeter(),
-            launch=run.launch if ahead else None,
-        )
+        self.engine, self.manager = make_engine(counted, shape=SHAPE, audit=mode, **options)
+        self.scheduler, self.kv = self.engine._scheduler, self.engine._kv
+        for part in self.kv.whole:
+            part.normal_()
         self.events, self.stats = [], []
 
     def step(self):
@@ -126,7 +90,7 @@ def test_who_holds_the_block_ends_and_nobody_else(caplog):
         if event.request_id != "other":
             assert isinstance(event.error, CacheChanged) and event.token is None
     assert ended.stats.generated_tokens == 1
-    assert ended.stats.mutated_entries == ENTRIES * world.kv.num_kv_heads
+    assert ended.stats.mutated_entries == ENTRIES
     assert ended.stats.blocks.quarantined == 1
     assert world.engine.mutated_blocks == 1
     world.run()
@@ -257,7 +221,7 @@ def spoil_in_the_cache(world, held):
 def spoil_outside(world, held):
     while world.manager.spilled().moves.out < len(held):
         world.step()
-    for part in world.place._parts:
+    for part in world.manager._keeper._place._parts:
         part[:, 1, 2] += 1
 
 
@@ -489,7 +453,7 @@ def test_over_http_the_right_requests_end_and_ready_turns_false_past_the_thresho
         assert client.get("/health/live").status_code == 200
         assert sample(metrics, "kv_blocks", **LABELS, state="quarantined") == 2
         assert sample(metrics, "requests_total", **LABELS, finish_reason="error") == 2
-        assert sample(metrics, "kv_mutated_entries_total", **LABELS) == 2 * ENTRIES * 2
+        assert sample(metrics, "kv_mutated_entries_total", **LABELS) == 2 * ENTRIES
 
 
 def test_a_stream_ends_with_the_error():

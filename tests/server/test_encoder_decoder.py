@@ -7,34 +7,31 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ropewalk.cache.manager import CacheManager
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.loading.checkpoints import open_checkpoint
-from ropewalk.model.sampler import Sampler
 from ropewalk.model.tokenizers.base import Detokenizer
-from ropewalk.server.engine.engine import Engine, Runner
-from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.errors import CommandError, InvalidField, PromptTooLong
 from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.answers import Choice
 from ropewalk.server.scheduling.request import Limits, Sampled, TokenEvent
-from ropewalk.server.scheduling.scheduler import Scheduler
-from tests.cache.bookkeeping import Bookkeeping
 from tests.model import encoder_decoders as tiny
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
 from tests.products import combined
-from tests.server.fake_engine import auditor_of, configured, loaded_app, make_request
+from tests.server.fake_engine import configured, loaded_app, make_request
+from tests.server.recording import Recording
+from tests.server.recording import engine as engine_on
 from tests.server.scheduling import make_scheduler
 from tests.server.toy import asking, sample, spelled_apart, wait_for
 
 MODELS = {"t5": (tiny.t5(), False), "t5-v1.1": (tiny.t5_v11(), True), "umt5": (tiny.umt5(), True)}
 PROMPT = list(b"translate this: the rope is long")
 BLOCK = 4
+LIMITS = Limits(max_seqs=8, max_step_tokens=16, max_context=200, max_queue=50)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -262,47 +259,6 @@ def test_answers_are_the_same_in_every_form(name, form, server, models):
 # ------------------------------------------------------------------------------- the engine
 
 
-class Recorder:
-    """A forward that keeps the logits of every row that it computes for each request."""
-
-    def __init__(self, decoder):
-        self.decoder = decoder
-        self.rows = []  # (request id, first row, logits)
-        self.chunks = 0  # of more than one token
-
-    def watch(self, run):
-        build = run.build
-
-        def building(work):
-            self.work = work
-            self.chunks += sum(each.count > 1 for each in work)
-            return build(work)
-
-        run.build = building
-
-    def __call__(self, batch, kv):
-        everything = replace(batch, output_rows=torch.arange(len(batch.tokens)))
-        logits = self.decoder(everything, kv)
-        counts = [work.count for work in self.work]
-        for work, rows in zip(self.work, logits.split(counts), strict=True):
-            self.rows.append((work.request.id, work.start, rows))
-        return logits[batch.output_rows]
-
-
-def engine_of(forward, decoder, blocks, *, ahead=False, **limits):
-    chosen = {"max_seqs": 8, "max_step_tokens": 16, "max_context": 200, "max_queue": 50}
-    kv = tiny.new_cache(decoder, blocks, BLOCK)
-    manager = CacheManager(blocks, BLOCK, prefix_sharing=False)
-    scheduler = Scheduler(manager, Limits(**chosen | limits), Bookkeeping(manager))
-    auditor = auditor_of(kv, manager, scheduler)
-    run = Runner(forward, kv, manager, Sampler())
-    if isinstance(forward, Recorder):
-        forward.watch(run)
-    launch = run.launch if ahead else None
-    made = Engine(run, kv, manager, scheduler, auditor, PositionMeter(), launch=launch)
-    return made, manager, scheduler
-
-
 def request(name, source, max_tokens=20, logprobs=None):
     more = {"max_tokens": max_tokens, "logprobs": logprobs}
     return make_request(name, [START], source=tuple(source), **more)
@@ -338,28 +294,27 @@ def test_disturbed_answers_equal_one_undisturbed_pass(name, backend, ahead, mode
     checkpoint = open_checkpoint(models[name][0])
     exact = tiny.loaded(checkpoint, torch.float64, ReferenceAttention)
     decoder = tiny.loaded(checkpoint, torch.float64, backend)
-    recorder = Recorder(decoder)
-    engine, manager, scheduler = engine_of(recorder, decoder, 28, ahead=ahead)
+    recording = Recording(decoder, 28, LIMITS, ahead=ahead, sharing=False)
+    engine, manager = recording.engine, recording.manager
     requests = [request(str(i), source) for i, source in enumerate(sources())]
     for each in requests:
         engine.submit(each)
     steps = 0
     while engine.busy:
-        engine.step()
+        recording.step()
         steps += 1
         if steps == 9:
             engine.abort("1")
-        scheduler.check()
-        manager.check()
     assert manager.counts().active == 0
     assert not manager.sequences
     # At least one was preempted after some tokens, and caught up in more than one step.
     assert sum(each.preemptions for each in requests) >= 2
-    assert recorder.chunks >= 2
+    assert sum(len(rows) > 1 for *_, rows in recording.rows) >= 2
     oracle = {each.id: alone(exact, each.source, each.tokens) for each in requests}
-    for name, start, rows in recorder.rows:
-        expected = oracle[name][start : start + len(rows)]
-        if ahead and start == len(oracle[name]):  # computed of one that was aborted meanwhile
+    for owner, start, rows in recording.rows:
+        whole = oracle[owner.id]
+        expected = whole[start : start + len(rows)]
+        if ahead and start == len(whole):  # computed of one that was aborted meanwhile
             continue
         assert (rows - expected).abs().max() <= 1e-10
     for each in requests:
@@ -378,7 +333,9 @@ def test_every_way_to_end_gives_all_blocks_back(models):
             logits[:] = torch.nan
         return logits
 
-    engine, manager, scheduler = engine_of(forward, decoder, 60, max_seqs=3)
+    engine, manager, scheduler = engine_on(
+        forward, decoder, 60, replace(LIMITS, max_seqs=3), sharing=False
+    )
     for i, source in enumerate(sources()):
         engine.submit(request(str(i), source))
     engine.step()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ropewalk.model.sampler import Picking, Sampler
-from ropewalk.server.errors import NumericalError, PromptTooLong, RequestFailed
+from ropewalk.server.errors import NumericalError, RequestFailed
 from ropewalk.server.scheduling.request import FinishReason, PassTimes, Phase
 from tests.server.fake_engine import CPU, VOCAB, counting, make_engine, make_request
 
@@ -27,14 +27,6 @@ def run(engine):
 
 def tokens_of(events, name):
     return [event.token for event in events if event.request_id == name and event.token is not None]
-
-
-def test_tokens_and_the_end_of_a_request():
-    engine, _ = make_engine()
-    engine.submit(make_request("a", [1, 2, 3], max_tokens=3))
-    events, _ = run(engine)
-    assert tokens_of(events, "a") == [4, 5, 6]
-    assert [event.finish for event in events] == [None, None, FinishReason.LENGTH]
 
 
 def poisoned(batch, kv):
@@ -220,13 +212,6 @@ def test_passes_are_told_with_the_step_that_they_are_of():
     assert [[each.forward for each in step.timed] for step in stats] == [[3.0], [1.0], [1.0]]
 
 
-def test_refusals_reach_the_caller_of_submit():
-    engine, _ = make_engine()
-    with pytest.raises(PromptTooLong, match="100"):
-        engine.submit(make_request("a", range(100)))
-    assert not engine.busy
-
-
 @both
 def test_abort_between_steps_frees_the_blocks(ahead):
     engine, manager = make_engine(ahead=ahead)
@@ -290,6 +275,10 @@ def test_block_counts_and_preemptions_are_told(ahead):
         blocks = (step.blocks.free, step.blocks.active, step.blocks.cached)
         assert sum(blocks) == 8
         assert step.blocks.quarantined == step.mutated_entries == 0
+        if step.decode_context is not None:
+            assert step.written_entries == step.batch_requests * 12  # 2 · 2 layers · 3 heads
+    # Many tokens are computed at once after a preemption, which is no step of decoding.
+    assert any(step.phase is Phase.DECODE and step.decode_context is None for step in stats)
     for i in range(4):
         assert tokens_of(events, f"r{i}") == [(i + 3 + n) % VOCAB for n in range(12)]
     # What is computed again after a preemption is not counted as prompt again.
@@ -315,16 +304,3 @@ def test_a_step_says_what_it_computes_and_with_how_much_context(ahead):
     assert engine.step().stats.decode_context == 5
     idle = engine.step().stats
     assert (idle.phase, idle.decode_context, idle.timed) == (None, None, ())
-
-
-def test_recomputing_is_no_step_of_decoding():
-    """After a preemption many tokens are computed at once."""
-    engine, _ = make_engine(blocks=9)
-    for i in range(4):
-        engine.submit(make_request(f"r{i}", [i, i + 1, i + 2], max_tokens=12))
-    _, stats = run(engine)
-    assert sum(step.preemptions for step in stats) > 0
-    for step in stats:
-        if step.decode_context is not None:
-            assert step.written_entries == step.batch_requests * 12  # 2 · 2 layers · 3 heads
-    assert any(step.phase is Phase.DECODE and step.decode_context is None for step in stats)

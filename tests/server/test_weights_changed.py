@@ -9,12 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.types import Audit
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.weights.checksums import PORTIONS, STEPS, Seals
 from ropewalk.server.engine import integrity
-from ropewalk.server.engine.integrity import Auditor
 from ropewalk.server.errors import ModelWithdrawn, WeightsChanged
 from ropewalk.server.launch import build
 from ropewalk.server.scheduling.request import FinishReason
@@ -32,11 +30,8 @@ class Weighed(Watched):
     """An engine over a fake model that has weights, which it does not read."""
 
     def __init__(self, mode=Audit.FULL, **options):
-        super().__init__(mode, **options)
         self.weights = {"norm": torch.ones(8), "head": torch.ones(50, 8)}
-        seals = Seals(self.weights)
-        ledger = Ledger(self.kv, mode)
-        self.engine._auditor = Auditor("fake", ledger, self.manager, self.scheduler, seals)
+        super().__init__(mode, weights=self.weights, **options)
 
 
 def test_every_answer_under_way_ends_and_no_other_begins(caplog):
