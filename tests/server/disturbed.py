@@ -4,10 +4,8 @@ import random
 import time
 from dataclasses import dataclass
 
-from ropewalk.server.launch.build import load_models
-from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Overflow
-from tests.server.fake_engine import configured, make_request
+from tests.server.fake_engine import load_one, make_request
 
 CONTEXT = 160
 
@@ -22,15 +20,8 @@ class Run:
 
 
 def load(source, *flags):
-    """A loaded model."""
-    (loaded,) = load_models(
-        # Requests arrive when they are made, all at once.
-        configured(
-            str(source), "--max-model-len", str(CONTEXT), "--max-queue-time", "3600", *flags
-        ),
-        Metrics(),
-    )
-    return loaded
+    """A loaded model; requests arrive when they are made, all at once."""
+    return load_one(source, "--max-model-len", CONTEXT, "--max-queue-time", "3600", *flags)
 
 
 def requests(

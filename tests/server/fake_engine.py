@@ -106,6 +106,12 @@ def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED,
     )
 
 
+def load_one(*flags, metrics=None):
+    """The one model of a server with these flags."""
+    (loaded,) = load_models(configured(*map(str, flags)), metrics or Metrics())
+    return loaded
+
+
 def loaded_app(*flags):
     """The application of a server with these flags; its metrics are in its state."""
     config, metrics = configured(*flags), Metrics()

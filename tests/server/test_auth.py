@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.server.toy import ScriptedEngine, ask, error_of, toy_app
+from tests.server.toy import ScriptedEngine, ask, complete, error_of, toy_app
 
 KEYS = frozenset({"sesame", "zweiter-schlüssel"})
 OPEN = {"/health", "/health/live", "/health/ready"}
@@ -12,26 +12,18 @@ def bearer(key: str, scheme: str = "Bearer") -> dict:
     return {"authorization": f"{scheme} {key}".encode()}
 
 
-def routes(app) -> list[tuple[str, str]]:
+def routes() -> list[tuple[str, str]]:
     """Every (method, path) a client could try, unmatched ones included."""
-    known = [
-        ("POST", "/v1/completions"),
-        ("POST", "/v1/chat/completions"),
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/toy"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("GET", "/metrics"),
-        ("GET", "/version"),
-    ]
-    odd = ["/docs", "/openapi.json", "/nope", "//v1/models", "/v1/../v1/models", "/health/x"]
-    odd += ["/v1/models/", "/metrics/", "/models", "/health/../v1/models", "//health", "/"]
-    return known + [("GET", path) for path in odd]
+    posts = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+    gets = ["/v1/models", "/v1/models/toy", "/metrics", "/version", "/docs", "/openapi.json"]
+    odd = ["/nope", "//v1/models", "/v1/../v1/models", "/health/x", "/v1/models/"]
+    odd += ["/metrics/", "/models", "/health/../v1/models", "//health", "/"]
+    return [("POST", path) for path in posts] + [("GET", path) for path in gets + odd]
 
 
 def test_everything_but_health_needs_a_key():
     app = toy_app(api_keys=KEYS)
-    for method, path in routes(app):
+    for method, path in routes():
         response = ask(app, method, path)
         assert error_of(response, 401)["code"] == "invalid_api_key", path
         assert response.headers["www-authenticate"] == "Bearer"
@@ -69,9 +61,7 @@ def salts(**options) -> list[str]:
     engine = ScriptedEngine()
     app = toy_app(engine, api_keys=KEYS, **options)
     for key in (*sorted(KEYS), "sesame"):
-        body = {"prompt": "a", "max_tokens": 1}
-        path = "/v1/completions"
-        assert ask(app, "POST", path, json=body, headers=bearer(key)).status_code == 200
+        assert complete(app, bearer(key), max_tokens=1).status_code == 200
     return [request.salt for request in engine.requests]
 
 

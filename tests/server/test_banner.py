@@ -5,6 +5,8 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 from ropewalk.server.launch.banner import ModelFacts, banner, readable_bytes
 
 FACTS = ModelFacts(
@@ -50,15 +52,17 @@ def test_everything_is_said() -> None:
         assert words in said
 
 
-def test_the_storage_of_keys_is_said_when_attention_turns_them() -> None:
-    raw = dataclasses.replace(FACTS, key_storage="raw")
-    assert "rope, raw key storage" in printed(raw)
-    assert "storage" not in printed(FACTS)
-
-
-def test_rounded_weights_are_said() -> None:
-    said = printed(dataclasses.replace(FACTS, quantize="int8"))
-    assert "cpu, bfloat16 with int8 weights, cpu attention" in said
+@pytest.mark.parametrize(
+    ("changes", "said", "word"),
+    [
+        ({"key_storage": "raw"}, "rope, raw key storage", "storage"),
+        ({"quantize": "int8"}, "cpu, bfloat16 with int8 weights, cpu attention", "int8"),
+        ({"max_context": 16384}, "16,384 tokens (beyond training), trained on 8,192", "beyond"),
+    ],
+)
+def test_what_is_not_as_usual_is_said(changes, said, word) -> None:
+    assert said in printed(dataclasses.replace(FACTS, **changes))
+    assert word not in printed(dataclasses.replace(FACTS, max_context=FACTS.trained_context))
 
 
 def test_a_page_for_browsers_is_named_where_they_can_open_it() -> None:
@@ -74,12 +78,6 @@ def test_it_is_a_box() -> None:
     assert lines[0].startswith("╭") and lines[-1].startswith("╰")
     assert all(line[0] in "│├" and line[-1] in "│┤" for line in lines[1:-1])
     assert below.startswith("Try it:")
-
-
-def test_serving_beyond_training_is_said() -> None:
-    beyond = dataclasses.replace(FACTS, max_context=16384)
-    assert "16,384 tokens (beyond training), trained on 8,192" in printed(beyond)
-    assert "beyond" not in printed(dataclasses.replace(FACTS, max_context=8192))
 
 
 def curl(said: str) -> tuple[list[str], dict]:

@@ -38,8 +38,8 @@ def load(*flags):
     return load_models(configured(*flags), Metrics())
 
 
-def generated(loaded, prompt, max_tokens=8):
-    request = make_request("a", prompt, max_tokens=max_tokens)
+def generated(loaded, prompt, max_tokens=8, **params):
+    request = make_request("a", prompt, max_tokens=max_tokens, **params)
     loaded.engine.submit(request)
     while loaded.engine.busy:
         loaded.engine.step()
@@ -87,11 +87,7 @@ def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):
     assert loaded.served.details["vocab_size"] == 260
     assert loaded.served.tokenizer.encode("<more5>", bos=False) == [263]
     hot = {"temperature": 2.0, "logit_bias": {259: 100.0}}
-    request = make_request("a", [1, 2, 3], max_tokens=8, **hot)
-    loaded.engine.submit(request)
-    while loaded.engine.busy:
-        loaded.engine.step()
-    assert request.tokens[3:] == [259] * 8
+    assert generated(loaded, [1, 2, 3], **hot) == [259] * 8
 
 
 @pytest.mark.parametrize(
@@ -102,15 +98,11 @@ def test_a_tokenizer_larger_than_the_embedding(folder, tmp_path):
         lambda: HugePages().empty(1 << 50, dtype=torch.uint8),
     ],
 )
-@pytest.mark.parametrize(
-    ("where", "what"),
-    [("load_program", "for the weights of m"), ("decoder_on", "for the weights of m")],
-)
-def test_memory_that_runs_out_while_loading_is_one_sentence(
-    where, what, taken, folder, monkeypatch
-):
+@pytest.mark.parametrize("where", ["load_program", "decoder_on"])
+def test_memory_that_runs_out_while_loading_is_one_sentence(where, taken, folder, monkeypatch):
     monkeypatch.setattr(load_model, where, lambda *given, **more: taken())
-    with pytest.raises(CommandError, match=f"not have enough memory {what}; free some"):
+    said = "not have enough memory for the weights of m; free some"
+    with pytest.raises(CommandError, match=said):
         load(f"m={folder}", *SMALL)
 
 

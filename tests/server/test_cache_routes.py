@@ -9,8 +9,6 @@ import pytest
 
 from ropewalk.cache.types import Capability
 from ropewalk.model.encodings.base import names
-from ropewalk.server.launch.build import load_models
-from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Overflow
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
@@ -18,8 +16,8 @@ from tests.model.tiny import CONFIG
 from tests.server.fake_engine import (
     BLOCK,
     SPEED,
-    configured,
     engine_app,
+    load_one,
     make_engine,
     make_planner,
     make_request,
@@ -154,7 +152,7 @@ def test_what_was_dropped_is_shown() -> None:
 
 def test_both_sides_of_an_encoder_decoder_are_shown(tmp_path) -> None:
     folder = save(encoder_decoders.random_model(encoder_decoders.t5()), tmp_path / "t5")
-    (loaded,) = load_models(configured(str(folder), "--kv-memory", "1M"), Metrics())
+    loaded = load_one(folder, "--kv-memory", "1M")
     loaded.engine.submit(make_request("x", [0], max_tokens=9, source=tuple(range(3, 21))))
     loaded.engine.step()
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
@@ -452,7 +450,7 @@ def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, storage) ->
     folder = save(random_model(llama()), tmp_path / "llama")
     flags = ["--dtype", dtype, "--kv-memory", "1M", "--max-model-len", "64"]
     flags += ["--encoding-option", f"storage={storage}"]
-    (loaded,) = load_models(configured(str(folder), *flags), Metrics())
+    loaded = load_one(folder, *flags)
     app = app_of(Standing(a=loaded.engine), a=loaded.planner)
     loaded.engine.submit(make_request("x", range(40), max_tokens=60, overflow=Overflow.SHIFT))
     while not (shifts := loaded.engine.step().stats.shifts):
@@ -477,7 +475,7 @@ def test_a_plan_foretells_what_a_live_shift_reports(tmp_path, dtype, storage) ->
 
 def test_speed_is_measured_when_a_model_is_loaded(tmp_path) -> None:
     folder = save(random_model(llama()), tmp_path / "llama")
-    (loaded,) = load_models(configured(str(folder), "--kv-memory", "1M"), Metrics())
+    loaded = load_one(folder, "--kv-memory", "1M")
     plan = planned(app_of(a=loaded.planner), operation="append", tokens=1)
     measured = plan["measured"]
     assert "measured when the model was loaded" in measured.pop("rests_on")

@@ -208,11 +208,6 @@ def test_health_asks_where_the_server_listens(status, capsys, monkeypatch) -> No
     assert f"answered {status}" in "".join(capsys.readouterr())
 
 
-def test_health_without_a_server(capsys) -> None:
-    assert cli.main(["health", "--port", str(free_port())]) == 1
-    assert "no answer from http://127.0.0.1:" in sentence(capsys)
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -241,22 +236,14 @@ def test_a_socket_file_is_not_left_where_a_server_did_not_start(built, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_in_a_file_reach_the_server(built, tmp_path, monkeypatch) -> None:
-    file = tmp_path / "settings.toml"
-    file.write_text(f"port = {free_port()}\nmax-queue = 5\n")
-    monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
-    assert cli.main(["serve", "--max-seqs", "7"]) == 0
-    assert (built[0].limits.max_queue, built[0].limits.max_seqs) == (5, 7)
-
-
 def test_flags_beat_the_address_in_a_file_or_variable(built, tmp_path, monkeypatch, capsys) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text(f'uds = "{tmp_path / "s"}"\n')
+    file.write_text(f'uds = "{tmp_path / "s"}"\nmax-queue = 5\n')
     monkeypatch.setenv("ROPEWALK_CONFIG", str(file))
     monkeypatch.setenv("ROPEWALK_HEALTH_URL", "http://127.0.0.1:1/elsewhere")
     port = free_port()
     assert cli.main(["serve", "--port", str(port)]) == 0
-    assert (built[0].uds, built[0].port) == (None, port)
+    assert (built[0].uds, built[0].port, built[0].limits.max_queue) == (None, port, 5)
     assert cli.main(["health", "--port", str(port)]) == 1
     assert f"no answer from http://127.0.0.1:{port} " in sentence(capsys)
     assert cli.main(["health", "--uds", str(tmp_path / "other")]) == 1

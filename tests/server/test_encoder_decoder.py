@@ -12,9 +12,7 @@ from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.tokenizers.base import Detokenizer
 from ropewalk.server.errors import CommandError, InvalidField, PromptTooLong
-from ropewalk.server.launch.build import load_models
 from ropewalk.server.launch.load_model import prepare
-from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.openai.answers import Choice
 from ropewalk.server.scheduling.request import Limits, Sampled, TokenEvent
 from tests.model import encoder_decoders as tiny
@@ -22,7 +20,7 @@ from tests.model.checkpoints import save
 from tests.model.encoder_decoders import CPU, START, STOP, Answering
 from tests.model.test_parity_t5 import reference_greedy
 from tests.products import combined
-from tests.server.fake_engine import configured, loaded_app, make_request
+from tests.server.fake_engine import configured, load_one, loaded_app, make_request
 from tests.server.recording import Recording
 from tests.server.recording import engine as engine_on
 from tests.server.scheduling import make_scheduler
@@ -49,7 +47,7 @@ def models(tmp_path_factory):
 
 @contextlib.contextmanager
 def serving(folders, *flags):
-    """(a client of a real application over real engines, its metrics)."""
+    """A client of a real application over real engines, and its metrics."""
     sources = [f"{name}={folder}" for name, folder in folders.items()]
     app = loaded_app(*sources, "--dtype", "float32", *flags)
     with asking(app) as client:
@@ -57,10 +55,10 @@ def serving(folders, *flags):
 
 
 @pytest.fixture(scope="module")
-def server(models):
+def client(models):
     folders = {name: folder for name, (folder, _) in models.items()}
-    with serving(folders, "--kv-memory", "6M", "--max-model-len", "100") as both:
-        yield both
+    with serving(folders, "--kv-memory", "6M", "--max-model-len", "100") as (client, _):
+        yield client
 
 
 def ask(client, **body):
@@ -81,8 +79,7 @@ def tokenized(client, text, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_answers_are_those_of_transformers(name, server, models):
-    client, _ = server
+def test_greedy_answers_are_those_of_transformers(name, client, models):
     folder, model = models[name]
     theirs = reference_greedy(model, PROMPT, 32)
     tokenizer = open_checkpoint(folder).tokenizer
@@ -98,8 +95,7 @@ def test_greedy_answers_are_those_of_transformers(name, server, models):
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
-def test_a_text_ends_with_the_token_that_ended_all_texts_in_training(server):
-    client, _ = server
+def test_a_text_ends_with_the_token_that_ended_all_texts_in_training(client):
     tokens = tokenized(client, "abc")
     assert tokens == [*tokenized(client, "abc", add_special_tokens=False), STOP]
     by_text, by_ids, without = (
@@ -109,8 +105,7 @@ def test_a_text_ends_with_the_token_that_ended_all_texts_in_training(server):
     assert by_text == by_ids != without
 
 
-def test_choices_and_streams(server):
-    client, _ = server
+def test_choices_and_streams(client):
     options = {"max_tokens": 5, "ignore_eos": True, "logprobs": 1}
     answer = ask(client, prompt=["abc", "rope"], n=2, **options)
     first, again, other, same = (scores(answer, index) for index in range(4))
@@ -120,8 +115,7 @@ def test_choices_and_streams(server):
     assert streamed.rstrip().endswith("data: [DONE]")
 
 
-def test_a_prompt_and_an_answer_may_each_fill_the_context(server):
-    client, _ = server
+def test_a_prompt_and_an_answer_may_each_fill_the_context(client):
     full = ask(client, prompt=[7] * 100, max_tokens=99, ignore_eos=True).json()
     assert full["usage"]["total_tokens"] == 199
     assert full["choices"][0]["finish_reason"] == "length"
@@ -136,23 +130,22 @@ def test_a_prompt_and_an_answer_may_each_fill_the_context(server):
         ({"prompt": ""}, "invalid_value", "no tokens"),
     ],
 )
-def test_refusals(body, code, words, server):
-    answer = ask(server[0], **body)
+def test_refusals(body, code, words, client):
+    answer = ask(client, **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == code
     assert words in answer.json()["error"]["message"]
 
 
-def test_chat_needs_a_template(server):
+def test_chat_needs_a_template(client):
     messages = [{"role": "user", "content": "a"}]
     body = {"model": "t5", "messages": messages}
-    answer = server[0].post("/v1/chat/completions", json=body)
+    answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "no chat template" in answer.json()["error"]["message"]
 
 
-def test_what_is_told_of_the_model(server):
-    client, _ = server
+def test_what_is_told_of_the_model(client):
     told = client.get("/v1/models/umt5").json()
     assert (told["encoding"], told["max_model_len"], told["architecture"]) == ("t5", 100, "umt5")
     assert told["encoder_decoder"] is True
@@ -173,17 +166,13 @@ def test_metrics_count_the_prompt_as_the_client_sent_it(models):
         assert sample(metrics, "kv_written_entries_total", **labels) == rows * entries
 
 
-def load(folder, *flags):
-    (loaded,) = load_models(configured(str(folder), "--dtype", "float32", *flags), Metrics())
-    return loaded
-
-
 def test_the_cache_has_room_for_both_sides(models):
     folder, context = models["t5"][0], ("--max-model-len", "100")
-    ample = load(folder, *context, "--max-seqs", "3")
+    ample = load_one(folder, "--dtype", "float32", *context, "--max-seqs", "3")
     assert ample.facts.blocks == 3 * 2 * -(-100 // 16)
     # Nine blocks of 16 · 2 · 3 layers · 3 heads · 7 float32: four for each side and one over.
-    small = load(folder, *context, "--kv-memory", str(10 * 16 * 2 * 3 * 3 * 7 * 4))
+    memory = ("--kv-memory", 10 * 16 * 2 * 3 * 3 * 7 * 4)
+    small = load_one(folder, "--dtype", "float32", *context, *memory)
     assert (small.facts.blocks, small.served.max_context) == (9, 65)
     full = request("a", [7] * 65, max_tokens=64)
     small.engine.submit(full)
@@ -227,7 +216,7 @@ def test_an_answer_is_a_text_of_its_own(source, text):
 )
 def test_refusals_at_the_start(flags, words, models):
     with pytest.raises(CommandError) as refused:
-        load_models(configured(str(models["t5"][0]), *flags), Metrics())
+        load_one(models["t5"][0], *flags)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -245,8 +234,7 @@ def test_the_decoders_bias_is_in_the_form_asked_for(name, form, models):
 
 @pytest.mark.parametrize("form", ["table", "materialised"])
 @pytest.mark.parametrize("name", ["t5", "umt5"])
-def test_answers_are_the_same_in_every_form(name, form, server, models):
-    client, _ = server
+def test_answers_are_the_same_in_every_form(name, form, client, models):
     body = {"model": name, "prompt": PROMPT, "max_tokens": 32, "ignore_eos": True, "logprobs": 1}
     expected = ask(client, **body)
     flags = ("--kv-memory", "3M", "--max-model-len", "100", "--encoding-option", f"form={form}")

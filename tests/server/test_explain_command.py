@@ -1,7 +1,5 @@
 """The command that draws: which file it writes, from which flags, and what it refuses."""
 
-import sys
-
 import pytest
 
 from ropewalk.model.encodings.base import PositionalEncoding
@@ -10,13 +8,7 @@ from ropewalk.server.studies import explain as explain_command
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
-
-OUTSIDE = '''
-from ropewalk.model.encodings.base import PositionalEncoding
-
-class Own(PositionalEncoding):
-    """Comes from a file of the user's."""
-'''
+from tests.server.test_encodings_route import outside  # noqa: F401 - a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +46,9 @@ def test_flags_shape_what_is_shown(here, capsys, monkeypatch) -> None:
     assert "48 FLOPs and 16 bytes read or written" in page  # 2 · 2 heads · 3 · width
 
 
-def test_an_encoding_from_outside_is_drawn(here, capsys, monkeypatch) -> None:
-    (here / "own_encoding.py").write_text(OUTSIDE)
-    monkeypatch.syspath_prepend(str(here))
-    assert explain(capsys, "own_encoding:Own") == "Own.html\n"
-    assert "Comes from a file of the user" in (here / "Own.html").read_text()
-    sys.modules.pop("own_encoding")
+def test_an_encoding_from_outside_is_drawn(here, capsys, outside) -> None:  # noqa: F811
+    assert explain(capsys, outside) == "Outside.html\n"
+    assert "Comes from a file of the user" in (here / "Outside.html").read_text()
 
 
 def test_a_model_brings_its_own_settings(here, capsys, monkeypatch) -> None:

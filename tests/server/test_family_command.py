@@ -22,7 +22,7 @@ from ropewalk.server.launch.build import load_models
 from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.studies import family as family_command
 from tests.model.family.test_prepare import small  # noqa: F401 - a fixture
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import configured, load_one
 from tests.server.test_cli import sentence
 
 PAGE = (Path(__file__).parents[2] / "docs" / "family.md").read_text()
@@ -111,9 +111,7 @@ def test_an_encoding_of_ones_own_is_trained_and_served(
     state = checkpoints.load(run / "checkpoint.safetensors")
     assert state.facts["recipe"]["growing"] == 512  # half, as there are too few for the default
     trusted = ["--trust-encoding", "kerple:Kerple"]
-    (loaded,) = load_models(
-        configured(str(folder), *trusted, "--dtype", "float32", "--kv-memory", "4M"), Metrics()
-    )
+    loaded = load_one(folder, *trusted, "--dtype", "float32", "--kv-memory", "4M")
     assert loaded.served.encoding == "kerple:Kerple"
     learned = SafetensorsDirectory(folder).read("encoding.logs")
     assert learned.all()  # both moved away from 0

@@ -13,17 +13,11 @@ import torch
 from ropewalk.cache.types import Op
 from ropewalk.model import family as bundled
 from ropewalk.model.config import Pooling
-from ropewalk.server.app.app import create_app
-from ropewalk.server.config import HttpOptions
 from ropewalk.server.engine.async_engine import AsyncEngine
 from ropewalk.server.errors import SequenceBusy, SequenceNotFound
-from ropewalk.server.launch.build import load_models
-from ropewalk.server.metrics.exporter import Metrics
-from ropewalk.server.openai.served_models import Models
 from ropewalk.server.scheduling.kept import EXPIRES_S, MOST, Asked
-from tests.command_line import configured
-from tests.server.fake_engine import counting, make_engine, make_request
-from tests.server.toy import TEMPLATE, running
+from tests.server.fake_engine import counting, load_one, make_engine, make_request
+from tests.server.toy import TEMPLATE, asking, toy_app
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,8 +60,7 @@ def load(variant, *flags):
     folder = Path(bundled.__file__).parent / "weights" / f"ropewalk-{encoding}"
     exact = ("--dtype", "float32")  # the same on every processor
     flags = (*exact, "--kv-memory", "24M", "--audit", "full", *VARIANTS[variant][0], *flags)
-    (loaded,) = load_models(configured(str(folder), *flags), Metrics())
-    return loaded
+    return load_one(folder, *flags)
 
 
 @dataclass
@@ -140,12 +133,11 @@ class Answer:
 def serving(loaded, variant="rope", key=None, **options):
     name = loaded.served.name
     engine = AsyncEngine({name: loaded.engine}, lambda model, stats: None)
-    planners = {name: loaded.planner}
-    metrics, models = Metrics(), Models([loaded.served])
-    app = create_app(models, engine, metrics, HttpOptions(**options), None, planners)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    with running(app) as (url, _), httpx.Client(base_url=url, timeout=60, headers=headers) as http:
-        yield Server(http, loaded, variant)
+    app = toy_app(engine, [loaded.served], planners={name: loaded.planner}, **options)
+    with asking(app) as client:
+        if key:
+            client.headers["authorization"] = f"Bearer {key}"
+        yield Server(client, loaded, variant)
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,8 @@
 import pytest
 
 from ropewalk.server.errors import CommandError, PromptTooLong
-from ropewalk.server.launch.build import load_models
-from ropewalk.server.metrics.exporter import Metrics
 from tests.model import checkpoints, plain
-from tests.server.fake_engine import configured
+from tests.server.fake_engine import load_one
 from tests.server.recording import request
 
 
@@ -16,10 +14,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, *flags):
-    (loaded,) = load_models(
-        configured(str(folder), "--dtype", "float32", "--kv-memory", "8M", *flags), Metrics()
-    )
-    return loaded
+    return load_one(folder, "--dtype", "float32", "--kv-memory", "8M", *flags)
 
 
 def test_more_than_the_table_cannot_be_asked_for(folder):

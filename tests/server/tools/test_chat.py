@@ -8,7 +8,7 @@ from ropewalk.server.openai.body import read_body
 from ropewalk.server.openai.schemas import ChatBody
 from ropewalk.server.tools.conventions import Conventions
 from ropewalk.server.tools.formats import THINK, Format
-from tests.server.toy import ScriptedEngine, ask, toy, toy_app
+from tests.server.toy import ScriptedEngine, ask, events, toy, toy_app
 
 WEATHER = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {}}}}
 TOOLS = [
@@ -27,8 +27,8 @@ def called(parameters: dict) -> dict:
 
 
 def chat(answer: str, served=TOY, batch: int = 1, **body):
-    engine = ScriptedEngine(lambda request: list(answer.encode()))
-    engine.batch, engine.context = batch, CONTEXT
+    engine = ScriptedEngine(lambda request: list(answer.encode()), batch=batch)
+    engine.context = CONTEXT
     plain = {"messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS, "max_tokens": 300}
     app = toy_app(engine, [served])
     return engine, ask(app, "POST", "/v1/chat/completions", json=plain | body)
@@ -41,10 +41,7 @@ def answered(answer: str, **body) -> dict:
 
 
 def chunks(answer: str, **body) -> list[dict]:
-    response = chat(answer, stream=True, **body)[1]
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines.pop() == "[DONE]"
-    return [json.loads(line) for line in lines]
+    return events(chat(answer, stream=True, **body)[1].text)
 
 
 def deltas(answer: str, **body) -> list[dict]:
