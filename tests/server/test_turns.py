@@ -249,16 +249,15 @@ def test_every_running_request_gets_a_token_in_every_step():
 
 @pytest.mark.parametrize(("preempted", "running"), [(False, ["a1", "b"]), (True, ["a1"])])
 def test_another_answer_that_waits_for_its_prompt_delays_others_once_it_ran(preempted, running):
-    s = scheduler(seqs=16, tokens=8)
-    add(s, "a1", 40, group="both")
-    second = add(s, "a2", 40, group="both", sibling="a1")
+    s = scheduler(seqs=16, tokens=64)
+    add(s, "a1", 100, group="both")  # of which the second step leaves room
+    second = add(s, "a2", 100, group="both", sibling="a1")
     step(s)
     if preempted:  # as if it had run, and had been preempted before its first token
         s._queue.turns.remove(second)
         second.admitted = 1.0
     add(s, "b", 2)
-    for _ in range(2):
-        step(s)
+    step(s)
     assert names(s.running) == running
 
 
