@@ -23,14 +23,19 @@ class Seen:
 
 
 @contextmanager
-def serving(answer: Callable[[str, Any], Reply]) -> Iterator[Seen]:
-    """`answer(path, body)` gives status and bytes; the connection closes after them."""
+def serving(
+    answer: Callable[[str, Any], Reply], *, read: Callable[[bytes], Any] = json.loads
+) -> Iterator[Seen]:
+    """`answer(path, body)` gives status and bytes; the connection closes after them.
+
+    read: makes a body of its bytes.
+    """
     seen = Seen()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def reply(self) -> None:
             length = int(self.headers.get("Content-Length", 0))
-            body = json.loads(self.rfile.read(length)) if length else None
+            body = read(self.rfile.read(length)) if length else None
             seen.paths.append(self.path)
             seen.headers.append({name.lower(): value for name, value in self.headers.items()})
             seen.bodies.append(body)

@@ -113,7 +113,7 @@ def answered(device, attention, count, ways, most, flags):
             each.overflow = Overflow.REFUSE  # as these cannot shift
     found = answers(loaded.engine, requests)
     assert loaded.engine.mutated_blocks == 0
-    return {name: without_numbers(events) for name, events in found.items()}
+    return without_numbers(found)
 
 
 def check(attention, *flags):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.errors import QueueFull, RequestFailed, ShuttingDown
 from ropewalk.server.openai import requests
 from ropewalk.server.scheduling.request import FinishReason
@@ -157,30 +158,12 @@ def test_token_ids_reach_the_engine_unchanged():
 
 def test_parameters_reach_the_engine():
     engine = ScriptedEngine()
-    complete(
-        toy_app(engine),
-        max_tokens=9,
-        min_tokens=2,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=-1,
-        min_p=0.1,
-        repetition_penalty=1.5,
-        presence_penalty=-1,
-        frequency_penalty=1,
-        seed=11,
-        stop_token_ids=[5],
-        logit_bias={"7": -100},
-        logprobs=2,
-    )
-    params = engine.requests[0].params
-    assert (params.max_tokens, params.min_tokens, params.temperature) == (9, 2, 0.5)
-    assert (params.top_p, params.top_k, params.min_p) == (0.9, 0, 0.1)
-    assert (params.repetition_penalty, params.presence_penalty) == (1.5, -1)
-    assert (params.frequency_penalty, params.seed) == (1, 11)
-    assert params.stop_ids == {5, END}
-    assert params.logit_bias == {7: -100}
-    assert (params.logprobs, params.prompt_logprobs) == (2, None)
+    alike = {"max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "min_p": 0.1}
+    alike |= {"repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 1}
+    alike |= {"seed": 11, "logprobs": 2}
+    complete(toy_app(engine), top_k=-1, stop_token_ids=[5], logit_bias={"7": -100}, **alike)
+    expected = {"top_k": 0, "stop_ids": {5, END}, "logit_bias": {7: -100}} | alike
+    assert engine.requests[0].params == SamplingParams(**expected)
 
 
 def test_defaults():
@@ -733,13 +716,9 @@ def test_only_plain_json_is_read(headers, status, code):
 @pytest.mark.parametrize(
     ("content", "code"),
     [
-        (b"", "invalid_json"),
-        (b"[]", "invalid_json"),
-        (b'{"prompt": "a", "temperature": NaN}', "invalid_json"),
+        (b"", "invalid_json"),  # test_body.py knows more
         (b'{"prompt": "a", "prompt": "b"}', "duplicate_key"),
-        (b'{"prompt": "\\ud800"}', "invalid_json"),
         (b'{"prompt": "a", "zz": 1}', "unknown_parameter"),
-        (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", "invalid_json"),
     ],
 )
 def test_bad_bodies_are_400(content, code):

@@ -137,19 +137,6 @@ def test_refused_question_is_forgotten_and_the_conversation_goes_on() -> None:
     assert out.getvalue().count("400: the prompt has 9 tokens and the context 8\n") == 2
 
 
-def test_refused_single_question_is_an_error() -> None:
-    with serving(refusing) as seen, pytest.raises(Refused, match="9 tokens"):
-        ask(options(seen.url, model="m"), "a", io.StringIO())
-
-
-def test_missing_key_names_the_flag() -> None:
-    def locked(path, body):
-        return 401, b'{"error": {"message": "key needed"}}'
-
-    with serving(locked) as seen, pytest.raises(Refused, match="key needed; give the key with"):
-        Client(options(seen.url)).models()
-
-
 def test_error_in_the_stream_keeps_what_came_before_on_the_screen() -> None:
     out = io.StringIO()
 
@@ -162,24 +149,21 @@ def test_error_in_the_stream_keeps_what_came_before_on_the_screen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "words"),
+    ("model", "reply", "error", "words"),
     [
-        ((200, events(delta(content="half"), done=False)), "broke off the answer"),
-        ((404, b"<html>"), "answered 404; is this a Ropewalk or OpenAI server"),
-        ((500, b"[]"), "answered 500; is this"),
+        ("m", refusing("", None), Refused, "9 tokens"),
+        (None, (401, b'{"error": {"message": "key needed"}}'), Refused,
+         "key needed; give the key with"),
+        (None, (200, b'{"data": []}'), CommandError, "lists no model"),
+        ("m", (200, events(delta(content="half"), done=False)), CommandError,
+         "broke off the answer"),
+        ("m", (404, b"<html>"), CommandError, "answered 404; is this a Ropewalk or OpenAI server"),
+        ("m", (500, b"[]"), CommandError, "answered 500; is this"),
     ],
-)
-def test_odd_servers_are_told_apart(reply, words) -> None:
-    with serving(lambda path, body: reply) as seen, pytest.raises(CommandError, match=words):
-        ask(options(seen.url, model="m"), "a", io.StringIO())
-
-
-def test_no_models() -> None:
-    with (
-        serving(lambda path, body: (200, b'{"data": []}')) as seen,
-        pytest.raises(CommandError, match="lists no model"),
-    ):
-        ask(options(seen.url), "a", io.StringIO())
+)  # fmt: skip
+def test_what_a_question_gets_instead_of_an_answer_is_said(model, reply, error, words) -> None:
+    with serving(lambda path, body: reply) as seen, pytest.raises(error, match=words):
+        ask(options(seen.url, model=model), "a", io.StringIO())
 
 
 def test_no_server_names_the_next_step() -> None:

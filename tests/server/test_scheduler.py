@@ -181,6 +181,7 @@ def test_cached_tokens_are_counted_once_at_first_admission():
     plan, events = step(s)
     assert shape(plan) == [("b", 4, 1)]
     assert (b.cached, events[0].cached_tokens) == (4, 4)
+    assert s.computed_prompt_tokens == 5 + 1
     s._preempt_newest()
     plan, events = step(s)
     assert (plan.admitted, b.cached, events[0].cached_tokens) == ((), 4, 4)
@@ -310,7 +311,11 @@ def test_abort_frees_at_once_and_is_idempotent():
     assert s._cache.counts().active == 0
     assert s.abort("b") is b
     assert [s.abort(name) for name in ("a", "b", "nobody")] == [None] * 3
-    ended = s.drain_ended()
+    add(s, "done", max_tokens=1)
+    step(s)
+    assert s.abort("done") is None
+    *ended, done = s.drain_ended()
+    assert done.finish is FinishReason.LENGTH
     assert [each.finish for each in ended] == [FinishReason.ABORT] * 2
     assert [each.output_tokens for each in ended] == [1, 0]
     assert [each.admitted is None for each in ended] == [False, True]
@@ -354,14 +359,6 @@ def test_the_same_name_again_is_another_request():
     assert s.record(stale, {"a": Sampled(7)}) == []
     assert (again.tokens, again.computed) == ([4, 5], 0)
     s.check()
-
-
-def test_abort_of_a_finished_request_changes_nothing():
-    s = make_scheduler()
-    add(s, "a", max_tokens=1)
-    step(s)
-    assert s.abort("a") is None
-    assert [each.finish for each in s.drain_ended()] == [FinishReason.LENGTH]
 
 
 def test_a_failed_request_ends_alone_and_leaves_nothing_to_share():
@@ -529,16 +526,6 @@ def test_computed_prompt_tokens_are_counted_once_per_request():
     s._preempt_newest()
     finish(s)
     assert s.computed_prompt_tokens == 6
-
-
-def test_cached_prompt_tokens_are_not_computed_ones():
-    s = make_scheduler(size=2)
-    add(s, "a", range(5), max_tokens=1)
-    step(s)
-    add(s, "b", range(5), max_tokens=2)
-    step(s)
-    step(s)
-    assert s.computed_prompt_tokens == 5 + 1
 
 
 @pytest.mark.parametrize("name", ["max_seqs", "max_step_tokens", "max_context", "max_queue"])

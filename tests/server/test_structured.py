@@ -119,8 +119,8 @@ def test_free_requests_are_answered_as_without_such_company(grammars, expected):
     decoder = tiny("rope")
     running, _, _ = engine(decoder, decoder, 200, LONG)
     free = [each for each in requests(grammars) if each.matcher is None]
-    for name, events in answers(running, free).items():
-        assert without_numbers(events) == without_numbers(expected[name])
+    found = answers(running, free)
+    assert without_numbers(found) == without_numbers({name: expected[name] for name in found})
 
 
 def test_preemption_changes_no_answer(grammars, expected):
@@ -134,8 +134,7 @@ def test_preemption_changes_no_answer(grammars, expected):
 
     found = answers(running, made, checked)
     assert sum(each.preemptions for each in made) > 5
-    for name, events in expected.items():
-        assert without_numbers(found[name]) == without_numbers(events)
+    assert without_numbers(found) == without_numbers(expected)
 
 
 def test_forced_tokens_are_those_that_would_have_been_drawn_one_by_one(grammars):
@@ -234,9 +233,9 @@ def test_a_grammar_that_leads_nowhere_fails_its_request_alone(grammars, expected
     scheduler.check()
     assert ends[FinishReason.ABORT] == 1 and not ends[FinishReason.ERROR]  # the client's fault
     assert [event.error is not None for event in events.pop("r2")] == [False, False, True]
-    assert {name: without_numbers(own) for name, own in events.items()} == {
-        name: without_numbers(own) for name, own in expected.items() if name != "r2" and own
-    } | {name: without_numbers(own) for name, own in events.items() if name.endswith("1")}
+    found, wanted = without_numbers(events), without_numbers(expected)
+    for name, own in found.items():  # clients of some have left in the other run
+        assert name.endswith("1") or own == wanted[name]
     assert manager.counts().active == 0
 
 
@@ -251,8 +250,7 @@ def test_steps_are_launched_ahead_with_grammars(grammars, caplog):
         return own + workload(({"temperature": 0.0}, {}), seed=3, count=0)
 
     want, found = answers(plain, mixed()), answers(running, mixed(), checked)
-    for name, events in want.items():
-        assert without_numbers(found[name]) == without_numbers(events)
+    assert without_numbers(found) == without_numbers(want)
     assert device.ahead > 5
     assert not caplog.messages
 
@@ -266,6 +264,5 @@ def test_one_that_leads_nowhere_fails_alone_in_a_step_launched_ahead(grammars):
     stuck.matcher = Stuck(stuck.matcher, "mask")
     found, _ = all_events(running, made)
     assert [event.error is not None for event in found.pop(stuck.id)] == [False, False, True]
-    for name, events in found.items():
-        assert without_numbers(events) == without_numbers(want[name])
+    assert without_numbers(found) == without_numbers({name: want[name] for name in found})
     assert device.ahead > 5

@@ -2,9 +2,7 @@
 
 import contextlib
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from unittest.mock import patch
 
 import httpx
@@ -15,6 +13,7 @@ from ropewalk.server.http.middleware import ANSWERED
 from ropewalk.server.tracing import Tracing
 from tests.command_line import configured
 from tests.server.fake_engine import engine_app, make_engine
+from tests.server.fake_server import serving
 from tests.server.test_embeddings import hiding
 from tests.server.toy import running, toy
 
@@ -33,31 +32,15 @@ def collector(spoken, status=200):
     """(its address, the spans it gets)."""
     spans = []
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            asked = spoken.ExportTraceServiceRequest.FromString(body)
-            for each in asked.resource_spans:
-                resource = values(each.resource.attributes)
-                assert resource["service.name"] == "ropewalk"
-                assert self.path == "/v1/traces"
-                spans.extend(span for scope in each.scope_spans for span in scope.spans)
-            self.send_response(status)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def answer(path, asked):
+        assert path == "/v1/traces"
+        for each in asked.resource_spans:
+            assert values(each.resource.attributes)["service.name"] == "ropewalk"
+            spans.extend(span for scope in each.scope_spans for span in scope.spans)
+        return status, b""
 
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", spans
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(answer, read=spoken.ExportTraceServiceRequest.FromString) as seen:
+        yield seen.url, spans
 
 
 def values(attributes):

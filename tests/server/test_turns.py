@@ -50,18 +50,18 @@ def test_requests_of_one_prompt_keep_their_order():
     assert order(turns_of(*(request(name) for name in "dacb"))) == list("dacb")
 
 
-def test_lists_of_prompts_take_turns_with_other_requests():
-    many = [request(f"m{i}", group="many") for i in range(4)]
-    few = [request(f"f{i}", group="few") for i in range(2)]
-    found = order(turns_of(*many, request("a"), *few, request("b")))
-    assert found == ["m0", "a", "f0", "b", "m1", "f1", "m2", "m3"]
-
-
-def test_a_turn_may_be_several_prompts_of_a_list():
+@pytest.mark.parametrize(
+    ("most", "found"),
+    [
+        (1, "m0 a f0 b m1 f1 m2 m3 m4 m5 m6"),
+        (3, "m0 m1 m2 a f0 f1 b m3 m4 m5 m6"),  # a turn may be several prompts of a list
+    ],
+)
+def test_lists_of_prompts_take_turns_with_other_requests(most, found):
     many = [request(f"m{i}", group="many") for i in range(7)]
     few = [request(f"f{i}", group="few") for i in range(2)]
-    turns = turns_of(*many, request("a"), *few, request("b"), most=3)
-    assert order(turns) == ["m0", "m1", "m2", "a", "f0", "f1", "b", "m3", "m4", "m5", "m6"]
+    turns = turns_of(*many, request("a"), *few, request("b"), most=most)
+    assert order(turns) == found.split()
 
 
 def test_who_comes_later_waits_for_one_prompt_of_each_before_it():
