@@ -34,8 +34,8 @@ async def start():
     """Starts an engine, which is stopped after the test: it, and the stats of its steps."""
     made = []
 
-    def started(engine, **options):
-        seen = []
+    def started(forward=counting, *, engine=None, **options):
+        engine, seen = engine or make_engine(forward)[0], []
         running = AsyncEngine({"m": engine}, lambda model, stats: seen.append(stats), **options)
         made.append(running)
         running.start()
@@ -75,7 +75,7 @@ def view_of(engine):
 
 async def test_many_callers_at_once(start):
     engine, manager = make_engine(blocks=30)
-    running, seen = start(engine)
+    running, seen = start(engine=engine)
     requests = [make_request(f"r{i}", [i], max_tokens=3 + i % 5) for i in range(40)]
     answers = await asyncio.gather(*(collect(running, each) for each in requests))
     for i, events in enumerate(answers):
@@ -102,7 +102,7 @@ async def test_two_models_are_stepped_in_turn():
 
 
 async def test_a_model_without_an_engine_refuses_and_another_goes_on(start):
-    running, seen = start(make_engine(slowly)[0])
+    running, seen = start(slowly)
     await running.add("b", make_engine(slowly)[0])
     left = asyncio.create_task(collect(running, make_request("x", [5], max_tokens=40), "b"))
     stays = asyncio.create_task(collect(running, make_request("y", [5], max_tokens=40)))
@@ -124,8 +124,7 @@ async def test_a_model_without_an_engine_refuses_and_another_goes_on(start):
 
 
 async def test_a_refusal_raises_at_the_first_turn(start):
-    engine, _ = make_engine()
-    running, _ = start(engine)
+    running, _ = start()
     with pytest.raises(PromptTooLong):
         await collect(running, make_request("a", range(100)))
     assert running.active() == 0
@@ -133,7 +132,7 @@ async def test_a_refusal_raises_at_the_first_turn(start):
 
 async def test_a_caller_that_leaves_frees_its_blocks(start):
     engine, manager = make_engine(slowly)
-    running, seen = start(engine)
+    running, seen = start(engine=engine)
     stream = alone(running, make_request("a", [1], max_tokens=90))
     await anext(stream)
     steps = len(seen)
@@ -146,7 +145,7 @@ async def test_a_caller_that_leaves_frees_its_blocks(start):
 
 async def test_cancelling_a_caller_aborts_too(start):
     engine, manager = make_engine(slowly)
-    running, _ = start(engine)
+    running, _ = start(engine=engine)
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
     await asyncio.sleep(0.05)
     task.cancel()
@@ -158,8 +157,7 @@ async def test_cancelling_a_caller_aborts_too(start):
 
 
 async def test_stop_ends_open_streams_with_an_error(start):
-    engine, _ = make_engine(slowly)
-    running, _ = start(engine)
+    running, _ = start(slowly)
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
     await asyncio.sleep(0.05)
     await running.stop()
@@ -171,8 +169,7 @@ async def test_stop_ends_open_streams_with_an_error(start):
 
 async def test_an_answer_ends_once(start):
     """Whatever the thread's end says to all, a finished answer that is yet to be read stays so."""
-    engine, _ = make_engine()
-    running, seen = start(engine)
+    running, seen = start()
     stream = alone(running, make_request("a", [1], max_tokens=1))
     reading = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)  # it has asked and now waits
@@ -187,8 +184,7 @@ async def test_an_answer_ends_once(start):
 async def test_a_thread_that_is_stuck_does_not_keep_the_process(start, monkeypatch, caplog):
     monkeypatch.setattr(async_engine, "STOP_SECONDS", 0.05)
     stuck, release = held()
-    engine, _ = make_engine(stuck)
-    running, _ = start(engine)
+    running, _ = start(stuck)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     await asyncio.sleep(0.05)
     await running.stop()
@@ -208,7 +204,7 @@ async def test_a_failing_thread_tells_everybody(start, kind, caplog):
         raise kind("state is lost")
 
     told = threading.Event()
-    running, _ = start(engine, on_failure=told.set)
+    running, _ = start(engine=engine, on_failure=told.set)
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=90)))
     await asyncio.sleep(0.05)
     engine.step = broken
@@ -225,8 +221,7 @@ async def test_a_failing_thread_tells_everybody(start, kind, caplog):
 async def test_a_step_that_never_ends_is_not_alive(start, monkeypatch):
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
     stuck, release = held()
-    engine, _ = make_engine(stuck)
-    running, _ = start(engine)
+    running, _ = start(stuck)
     assert running.alive
     task = asyncio.create_task(collect(running, make_request("a", [1], max_tokens=1)))
     await asyncio.sleep(0.2)
@@ -242,7 +237,7 @@ async def test_a_step_that_never_ends_is_the_end(start, monkeypatch, caplog):
     monkeypatch.setattr(async_engine, "WATCH_SECONDS", 0.05)
     told, (stuck, release) = threading.Event(), held()
     engine, _ = make_engine(stuck)
-    running, _ = start(engine, on_failure=told.set)
+    running, _ = start(engine=engine, on_failure=told.set)
     await asyncio.sleep(0.3)
     assert running.failure is None  # idle is no stall
     with pytest.raises(ShuttingDown, match="stuck"):
@@ -267,16 +262,14 @@ async def test_steps_that_are_slow_but_end_are_no_stall(start, monkeypatch):
         time.sleep(0.15)
         return counting(batch, kv)
 
-    engine, _ = make_engine(slow)
-    running, _ = start(engine)
+    running, _ = start(slow)
     events = await collect(running, make_request("a", [1], max_tokens=6))
     assert [event.token for event in events] == [2, 3, 4, 5, 6, 7]
     assert running.failure is None
 
 
 async def test_idle_engines_are_stepped_now_and_then(start):
-    engine, _ = make_engine()
-    running, seen = start(engine, idle_s=0.01)
+    running, seen = start(idle_s=0.01)
     while len(seen) < 5:
         await asyncio.sleep(0.005)
     events = await collect(running, make_request("a", [1]))
@@ -284,8 +277,7 @@ async def test_idle_engines_are_stepped_now_and_then(start):
 
 
 async def test_a_look_is_answered_while_idle_and_steps_nothing(start):
-    engine, _ = make_engine()
-    running, seen = start(engine)
+    running, seen = start()
     view = await running.ask("m", view_of)
     assert (view.running, view.waiting, dict(view.shared)) == ((), 0, {})
     assert (view.blocks.free, view.blocks.active) == (39, 0)
@@ -295,8 +287,7 @@ async def test_a_look_is_answered_while_idle_and_steps_nothing(start):
 
 async def test_a_look_is_answered_between_two_steps(start):
     """Each table fits the tokens, as it does not while a step is computed."""
-    engine, _ = make_engine(slowly)
-    running, _ = start(engine)
+    running, _ = start(slowly)
     task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
     await asyncio.sleep(0)
     for _ in range(5):
@@ -315,8 +306,7 @@ async def test_a_look_is_answered_between_two_steps(start):
 
 
 async def test_a_look_of_someone_who_left_harms_nobody(start):
-    engine, _ = make_engine(slowly)
-    running, _ = start(engine)
+    running, _ = start(slowly)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     look = asyncio.create_task(running.ask("m", view_of))
     await asyncio.sleep(0)
@@ -335,7 +325,7 @@ async def test_a_look_at_an_engine_that_ends_is_refused(start, caplog):
         raise RuntimeError("state is lost")
 
     engine.step = broken
-    running, _ = start(engine)
+    running, _ = start(engine=engine)
     task = asyncio.create_task(collect(running, make_request("a", [1])))
     while not stepping.is_set():
         await asyncio.sleep(0.001)
@@ -356,7 +346,7 @@ async def test_a_look_that_fails_stops_nothing(start, caplog):
         raise RuntimeError("no such block")
 
     engine.view = broken
-    running, _ = start(engine)
+    running, _ = start(engine=engine)
     with pytest.raises(RequestFailed):
         await running.ask("m", view_of)
     assert "no such block" in caplog.text
@@ -367,7 +357,7 @@ async def test_a_change_that_fails_half_done_is_the_end(start, caplog):
     def broken(engine):
         raise RuntimeError("half of it")
 
-    running, _ = start(make_engine()[0])
+    running, _ = start()
     with pytest.raises(ShuttingDown):
         await running.ask("m", broken, changes=True)
     assert running.failure is not None and "half of it" in caplog.text
@@ -375,7 +365,7 @@ async def test_a_change_that_fails_half_done_is_the_end(start, caplog):
 
 async def test_a_flush_is_observed_before_it_is_answered(start):
     engine, manager = make_engine()
-    running, seen = start(engine)
+    running, seen = start(engine=engine)
     await collect(running, make_request("a", range(9)))
     assert manager.counts().cached == 3
     assert await running.ask("m", Engine.flush, changes=True) == 3
@@ -386,7 +376,7 @@ async def test_a_flush_is_observed_before_it_is_answered(start):
 
 async def test_a_flush_beside_a_running_request_leaves_it_alone(start):
     engine, manager = make_engine(slowly)
-    running, _ = start(engine)
+    running, _ = start(engine=engine)
     task = asyncio.create_task(collect(running, make_request("a", range(9), max_tokens=20)))
     while not manager.sequences:
         await asyncio.sleep(0.001)

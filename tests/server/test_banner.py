@@ -131,12 +131,6 @@ def test_curl_line_over_https_trusts_the_certificate_from_afar_alone() -> None:
 
 
 def test_readable_bytes() -> None:
-    assert [readable_bytes(n) for n in (0, 1023, 1024, 1536, 1 << 20, 3 << 29, 1 << 41)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.0 KiB",
-        "1.5 KiB",
-        "1.0 MiB",
-        "1.5 GiB",
-        "2.0 TiB",
-    ]
+    sizes = (0, 1023, 1024, 1536, 1 << 20, 3 << 29, 1 << 41)
+    said = "0 bytes, 1023 bytes, 1.0 KiB, 1.5 KiB, 1.0 MiB, 1.5 GiB, 2.0 TiB"
+    assert [readable_bytes(size) for size in sizes] == said.split(", ")

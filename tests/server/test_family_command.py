@@ -42,13 +42,6 @@ def test_family_alone_names_its_commands(capsys) -> None:
     assert "ropewalk family --help" in sentence(capsys)
 
 
-def test_help_says_what_prepare_does(capsys) -> None:
-    assert main.main(["family", "prepare", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("Usage: ropewalk family prepare [OPTIONS]")
-    assert "--own-tokenizer" in printed and "corpus.npz" in printed
-
-
 def test_prepare_prints_the_data_card(capsys, monkeypatch, own_home, small) -> None:  # noqa: F811
     sources, shelf = small
     made = family_command.prepare_texts

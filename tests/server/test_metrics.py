@@ -2,6 +2,7 @@
 
 import platform
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,31 +32,20 @@ from tests.server.toy import LABELS, UNMATCHED, ask, chat, complete, rejected, s
 PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 
+FACTS = {"kv_dtype": "bfloat16", "num_layers": "2", "num_kv_heads": "1", "head_dim": "8"}
+FACTS["trained_context"] = "512"
+SIZE = {"bytes_per_token": 64, "blocks": 10, "block_size": 16}
+
+
 def metrics_of_toy() -> Metrics:
     metrics = Metrics()
-    metrics.add_model(
-        "toy",
-        "rope",
-        {
-            "kv_dtype": "bfloat16",
-            "num_layers": "2",
-            "num_kv_heads": "1",
-            "head_dim": "8",
-            "trained_context": "512",
-        },
-        bytes_per_token=64,
-        blocks=10,
-        block_size=16,
-        position_apart=True,
-    )
+    metrics.add_model("toy", "rope", FACTS, **SIZE, position_apart=True)
     return metrics
 
 
 def families(metrics: Metrics) -> dict:
-    return {
-        family.name: family
-        for family in text_string_to_metric_families(b"".join(metrics.render()).decode())
-    }
+    page = b"".join(metrics.render()).decode()
+    return {family.name: family for family in text_string_to_metric_families(page)}
 
 
 def value(metrics: Metrics, name: str, **labels) -> float:
@@ -120,25 +110,25 @@ def test_everything_starts_at_zero_and_exists():
     assert value(metrics, "kv_blocks", state="free") == 10
     assert value(metrics, "kv_cache_bytes", kind="k") == 10 * 16 * 64 / 2
     assert value(metrics, "kv_cache_bytes", kind="v") == 10 * 16 * 64 / 2
-    info = {
-        "block_size": "16", "num_blocks": "10", "kv_dtype": "bfloat16", "num_layers": "2",
-        "num_kv_heads": "1", "head_dim": "8", "bytes_per_token": "64", "trained_context": "512",
-    }  # fmt: skip
+    info = FACTS | {"block_size": "16", "num_blocks": "10", "bytes_per_token": "64"}
     assert value(metrics, "cache_info", **info) == 1
 
 
 def summary(**changes) -> RequestSummary:
-    values = {
-        "finish": FinishReason.LENGTH,
-        "prompt_tokens": 30,
-        "cached_tokens": 16,
-        "output_tokens": 5,
-        "arrival": 100.0,
-        "admitted": 100.02,
-        "first_token": 100.07,
-        "end": 100.47,
-    }
-    return RequestSummary(**(values | changes))
+    usual = RequestSummary(
+        FinishReason.LENGTH,
+        prompt_tokens=30,
+        cached_tokens=16,
+        output_tokens=5,
+        arrival=100.0,
+        admitted=100.02,
+        first_token=100.07,
+        end=100.47,
+    )
+    return replace(usual, **changes)
+
+
+REWRITTEN = OpReport(Op.EVICT_RENUMBER, Capability.REWRITE, rewritten=13)
 
 
 def test_a_step_is_counted():
@@ -167,21 +157,10 @@ def test_a_step_is_counted():
         prefill_work=PositionalWork(1, 2, 3, 4, 5, 6),
         decode_work=PositionalWork(7, 8, 9, 10, 11, 12),
         forks=(OpReport(Op.FORK, Capability.FREE, copied=5, bytes_moved=50),),
-        kept=(OpReport(Op.EVICT_RENUMBER, Capability.REWRITE, rewritten=8, should_change=8),),
+        kept=(replace(REWRITTEN, rewritten=8, should_change=8),),
         shifts=(
             ContextShift(40, 8, 0.002, OpReport(Op.EVICT_RENUMBER, Capability.FREE)),
-            ContextShift(
-                30,
-                10,
-                0.003,
-                OpReport(
-                    Op.EVICT_RENUMBER,
-                    Capability.REWRITE,
-                    rewritten=13,
-                    should_change=15,
-                    bytes_moved=1,
-                ),
-            ),
+            ContextShift(30, 10, 0.003, replace(REWRITTEN, should_change=15, bytes_moved=1)),
             ContextShift(20, 12, 0.0, None),
         ),
         inter_token_seconds=(0.01, 0.02),
@@ -266,13 +245,12 @@ def test_requests_that_never_got_a_token_have_no_latencies():
 
 def test_models_are_kept_apart_and_unknown_ones_are_errors():
     metrics = metrics_of_toy()
-    size = {"bytes_per_token": 64, "blocks": 4, "block_size": 16}
-    metrics.add_model("b", "nope", {}, **size)
+    metrics.add_model("b", "nope", {}, **SIZE)
     metrics.observe_step("b", StepStats(generated_tokens=7))
     assert value(metrics, "generated_tokens_total") == 0
     assert sample(metrics, "generated_tokens_total", model_name="b", encoding="nope") == 7
     with pytest.raises(ValueError, match="exist already"):
-        metrics.add_model("b", "nope", {}, **size)
+        metrics.add_model("b", "nope", {}, **SIZE)
     with pytest.raises(KeyError):
         metrics.observe_step("c", StepStats())
 
@@ -465,7 +443,7 @@ def test_the_format_that_is_asked_for(accept, openmetrics):
 @pytest.mark.parametrize("names", ["off", "vllm"])
 def test_openmetrics_says_the_same(names):
     metrics = Metrics(ALIASES[names])
-    metrics.add_model("toy", "rope", {}, bytes_per_token=64, blocks=10, block_size=16)
+    metrics.add_model("toy", "rope", {}, **SIZE)
     metrics.observe_step("toy", StepStats(generated_tokens=7, ended=(summary(),)))
     page = b"".join(metrics.render(openmetrics=True)).decode()
     read = {family.name: family for family in openmetrics_families(page)}

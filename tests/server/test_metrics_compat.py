@@ -11,7 +11,7 @@ from ropewalk.server.launch import build
 from ropewalk.server.metrics.exporter import ALIASES, Metrics
 from ropewalk.server.scheduling.request import StepStats
 from tests.server.fake_engine import configured
-from tests.server.test_metrics import families, metrics_of_toy, summary
+from tests.server.test_metrics import SIZE, families, metrics_of_toy, summary
 
 LABELS = {"model_name": "m", "encoding": "t5"}
 READ_BY_GATEWAYS = {
@@ -28,19 +28,10 @@ READ_BY_GATEWAYS = {
 
 def worked(choice: str) -> Metrics:
     metrics = Metrics(ALIASES[choice])
-    metrics.add_model("m", "t5", {}, bytes_per_token=64, blocks=10, block_size=16)
-    metrics.observe_step(
-        "m",
-        StepStats(
-            running=3,
-            waiting=2,
-            blocks=BlockCounts(free=6, active=4, cached=0),
-            cached_prompt_tokens=16,
-            generated_tokens=7,
-            prefix_queried_tokens=30,
-            ended=(summary(),),
-        ),
-    )
+    metrics.add_model("m", "t5", {}, **SIZE)
+    counts = {"running": 3, "waiting": 2, "generated_tokens": 7, "cached_prompt_tokens": 16}
+    counts |= {"prefix_queried_tokens": 30, "blocks": BlockCounts(free=6, active=4, cached=0)}
+    metrics.observe_step("m", StepStats(**counts, ended=(summary(),)))
     return metrics
 
 

@@ -108,24 +108,12 @@ def test_blocks_of_the_second_place(monkeypatch, budget, free, slots):
         ({"memory/memory.limit_in_bytes": "80", "memory/memory.usage_in_bytes": "30"}, 50),
         # Files that were read can be read again.
         ({"meminfo": "MemFree: 1 kB\nMemAvailable: 3000 kB\n"}, 3_072_000),
-        (
-            {
-                "memory.max": "80",
-                "memory.current": "70",
-                "memory.stat": "anon 50\ninactive_file 20",
-            },
-            30,
-        ),
-        (
-            {
-                "memory/memory.limit_in_bytes": "80",
-                "memory/memory.usage_in_bytes": "70",
-                "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 20",
-            },
-            30,
-        ),
+        ({"memory.max": "80", "memory.current": "70",
+          "memory.stat": "anon 50\ninactive_file 20"}, 30),
+        ({"memory/memory.limit_in_bytes": "80", "memory/memory.usage_in_bytes": "70",
+          "memory/memory.stat": "inactive_file 9\ntotal_inactive_file 20"}, 30),
     ],
-)
+)  # fmt: skip
 def test_no_more_than_the_container_may_use(monkeypatch, tmp_path, files, free):
     sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(hardware.os, "sysconf", sizes.get)
