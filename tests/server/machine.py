@@ -1,7 +1,9 @@
 """Random walks over the scheduler and the cache, for Hypothesis to search."""
 
+import os
 from dataclasses import replace
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -11,14 +13,36 @@ from ropewalk.server.errors import InvalidField, PromptTooLong, QueueFull
 from ropewalk.server.scheduling.request import Limits, Overflow
 from tests.server.provenance import STOP, World, colliding_digest
 
+LONG = os.environ.get("STATEFUL_EXAMPLES")
 SALTS = ("", "", "a", "b")
 FAMILIES = [[bits >> i & 1 for i in range(24)] for bits in (0, 0x9C35A6, 0xD46A9C, 0x35A629)]
+
+
+def search(usual):
+    """How a walk is searched: so many examples, the same each time, or as many as asked for."""
+    return settings(
+        max_examples=max(300, int(LONG)) if LONG else usual,
+        stateful_step_count=40,
+        derandomize=LONG is None,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 class ProvenanceMachine(RuleBasedStateMachine):
     """2–9 blocks of 1–4 tokens, vocabulary 2, three salts, a digest of seven values or the real."""
 
     world: World | None = None
+
+    def begin(
+        self, kind, blocks, size, seqs, budget, context, waiting, collide, spill, at_once, drain
+    ):
+        limits = Limits(seqs, budget, context, waiting, lone_factor=2)
+        options = {"digest": colliding_digest if collide else keyed_digest(b"fixed")}
+        self.world = kind(blocks, size, limits, spill=(spill, at_once), **options)
+        self.drain_at_end = drain
+        self.oddities = 0
 
     @initialize(
         blocks=st.sampled_from([9, 9, 8, 8, 7, 6, 5, 4, 3, 2]),
@@ -33,14 +57,8 @@ class ProvenanceMachine(RuleBasedStateMachine):
         drain=st.booleans(),
         crowd=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 31)), min_size=1, max_size=5),
     )
-    def start(
-        self, blocks, size, seqs, budget, context, waiting, collide, spill, at_once, drain, crowd
-    ):
-        limits = Limits(seqs, budget, context, waiting, lone_factor=2)
-        options = {"digest": colliding_digest if collide else keyed_digest(b"fixed")}
-        self.world = World(blocks, size, limits, spill=(spill, at_once), **options)
-        self.drain_at_end = drain
-        self.oddities = 0
+    def start(self, crowd, **shape):
+        self.begin(World, **shape)
         for family, length in crowd:
             self.add(family, length, answer=9, salt="", twins=1, scored=False, steps=2)
 

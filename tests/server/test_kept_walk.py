@@ -1,14 +1,11 @@
 """Random walks with kept sequences: what they hold is theirs, and they are in nobody's way."""
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
-from ropewalk.cache.prefix import keyed_digest
 from ropewalk.cache.types import Op
 from ropewalk.model.config import Pooling
 from ropewalk.model.sampling import SamplingParams
@@ -21,10 +18,9 @@ from ropewalk.server.errors import (
 )
 from ropewalk.server.scheduling.kept import EXPIRES_S, MOST, Asked, new_id
 from ropewalk.server.scheduling.request import Limits
-from tests.server.machine import FAMILIES, SALTS, ProvenanceMachine
-from tests.server.provenance import World, colliding_digest
+from tests.server.machine import FAMILIES, SALTS, ProvenanceMachine, search
+from tests.server.provenance import World
 
-LONG = os.environ.get("STATEFUL_EXAMPLES")
 REFUSALS = (InvalidField, QueueFull, SequenceBusy, SequenceNotFound, ImpossibleOperation)
 
 
@@ -113,14 +109,8 @@ class KeptMachine(ProvenanceMachine):
         drain=st.booleans(),
         crowd=st.lists(st.tuples(st.integers(0, 3), st.integers(3, 16)), min_size=1, max_size=4),
     )
-    def start(
-        self, blocks, size, seqs, budget, context, waiting, collide, spill, at_once, drain, crowd
-    ):
-        limits = Limits(seqs, budget, context, waiting, lone_factor=2)
-        options = {"digest": colliding_digest if collide else keyed_digest(b"fixed")}
-        self.world = KeptWorld(blocks, size, limits, spill=(spill, at_once), **options)
-        self.drain_at_end = drain
-        self.oddities = 0
+    def start(self, crowd, **shape):
+        self.begin(KeptWorld, **shape)
         for family, length in crowd:
             self.keep(family, length, salt="", answer=0, steps=4)
 
@@ -133,7 +123,7 @@ class KeptMachine(ProvenanceMachine):
     )
     def keep(self, family, length, salt, answer, steps):
         """A prompt, or with an answer that too."""
-        self.begin(FAMILIES[family][:length], answer, new_id(), salt=salt)
+        self.ask(FAMILIES[family][:length], answer, new_id(), salt=salt)
         self.step(steps)
 
     @precondition(lambda self: self.world.kept.ids)
@@ -153,7 +143,7 @@ class KeptMachine(ProvenanceMachine):
         name = {"share": "", "keep": new_id(), "append": kept.id}[how]
         pooled = how != "share" and not answer
         tokens = [*kept.tokens, *more][: self.world.limits.max_context - answer]
-        self.begin(tokens, answer if not pooled else 0, name, kept)
+        self.ask(tokens, answer if not pooled else 0, name, kept)
         self.step(steps)
 
     @precondition(lambda self: self.world.kept.ids)
@@ -193,7 +183,7 @@ class KeptMachine(ProvenanceMachine):
         kept = self.world.kept.all()
         return kept[which % len(kept)]
 
-    def begin(self, tokens, answer, name, origin=None, salt=""):
+    def ask(self, tokens, answer, name, origin=None, salt=""):
         pooling = None if answer or not name else Pooling.LAST
         params = SamplingParams(max_tokens=max(answer, 1))
         more = {"salt": salt if origin is None else origin.salt, "keep": name, "pooling": pooling}
@@ -202,14 +192,7 @@ class KeptMachine(ProvenanceMachine):
 
 
 TestKept = KeptMachine.TestCase
-TestKept.settings = settings(
-    max_examples=max(300, int(LONG)) if LONG else 60,
-    stateful_step_count=40,
-    derandomize=LONG is None,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestKept.settings = search(60)
 
 
 def test_half_of_an_altered_sequence_is_not_gone_on_with():

@@ -3,27 +3,15 @@
 STATEFUL_EXAMPLES asks for a longer search, at random.
 """
 
-import os
 import random
-
-from hypothesis import HealthCheck, settings
 
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.server.scheduling.request import FinishReason, Limits
-from tests.server.machine import ProvenanceMachine
+from tests.server.machine import ProvenanceMachine, search
 from tests.server.provenance import STOP, World, next_token, solo
 
-LONG = os.environ.get("STATEFUL_EXAMPLES")
-
 TestProvenance = ProvenanceMachine.TestCase
-TestProvenance.settings = settings(
-    max_examples=max(300, int(LONG)) if LONG else 100,
-    stateful_step_count=40,
-    derandomize=LONG is None,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestProvenance.settings = search(100)
 
 
 def run_all(world: World) -> None:
