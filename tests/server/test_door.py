@@ -11,7 +11,7 @@ import pytest
 from ropewalk.server.errors import QueueFull, QueueTime
 from ropewalk.server.http.door import SURE, Door
 from ropewalk.server.scheduling.request import Outlook
-from tests.server.toy import ScriptedEngine, ask, chat, complete, rejected, toy, toy_app
+from tests.server.toy import ScriptedEngine, ask, chat, complete, rejected, toy_app
 
 SLOW = Outlook(seats=0, waiting=0, places=100, gap_s=1.0, apart_s=1.0, most_s=5 / SURE)
 
@@ -190,9 +190,3 @@ def test_priority_and_client_reach_the_engine():
     engine.requests.clear()
     assert send(prompt="a").status_code == 200
     assert (engine.requests[0].priority, engine.requests[0].group) == (0, "")
-
-
-@pytest.mark.parametrize("priority", [1.5, "1", True, 2**63, [1]])
-def test_a_priority_is_an_integer(priority):
-    answer = complete(toy_app(served=[toy()]), priority=priority)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")

@@ -82,11 +82,6 @@ def test_list_is_made_once(monkeypatch) -> None:
     assert listed(app) == body
 
 
-def test_other_methods_are_refused() -> None:
-    refused = ask(served("rope"), "POST", "/v1/encodings", json={})
-    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
-
-
 def test_without_a_place_there_is_no_such_route() -> None:
     assert ask(toy_app(), "GET", "/v1/encodings").status_code == 404
 

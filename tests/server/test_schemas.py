@@ -144,6 +144,7 @@ OUT_OF_RANGE = [
     *(("logit_bias", {"1": bad}) for bad in (101, -101, "1", None, True, float("nan"))),
     *(("cache_salt", bad) for bad in ("", "a b", "a\n", "é", "x" * 129, 5)),
     *(("echo", bad) for bad in (1, "true")),
+    *(("priority", bad) for bad in (1.5, "1", True, 2**63, [1])),
     *(("stream", bad) for bad in (1, "true")),
     ("model", 5),
     ("ignore_eos", "yes"),

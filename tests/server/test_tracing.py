@@ -11,7 +11,6 @@ import pytest
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.middleware import ANSWERED
 from ropewalk.server.tracing import Tracing
-from tests.command_line import configured
 from tests.server.fake_engine import engine_app, make_engine
 from tests.server.fake_server import serving
 from tests.server.test_embeddings import hiding
@@ -149,9 +148,3 @@ def test_without_the_packages_one_sentence_says_so():
     gone = patch.dict(sys.modules, {"opentelemetry.sdk.trace": None})
     with gone, pytest.raises(CommandError, match=r'pip install "ropewalk\[otel\]"'):
         Tracing("http://localhost:4318")
-
-
-def test_the_option():
-    assert configured().otlp_endpoint is None
-    set_ = configured("--otlp-endpoint", "http://localhost:4318")
-    assert set_.otlp_endpoint == "http://localhost:4318"
