@@ -53,6 +53,12 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
     return data
 
 
+def answered(client: socket.socket, request: bytes) -> bytes:
+    """A whole answer in JSON of objects within objects."""
+    client.sendall(request)
+    return read_until(client, b"}}")
+
+
 def read_all(client: socket.socket) -> bytes:
     """Everything until the server closes the connection."""
     data = b""

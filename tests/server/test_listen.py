@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,21 +22,13 @@ def test_bound_but_not_listening_yet() -> None:
         socket.create_connection(address, timeout=1).close()
 
 
-def test_taken_port() -> None:
+def test_a_taken_port_is_free_again_at_once() -> None:
     with listen.bind("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
-        with pytest.raises(
-            CommandError, match=f":{port}: another program is using this port; stop it"
-        ):
+        said = f":{port}: another program is using this port; stop it"
+        with pytest.raises(CommandError, match=said):
             listen.bind("127.0.0.1", port)
-    listen.bind("127.0.0.1", port).close()
-
-
-def test_port_is_free_again_at_once_after_a_connection() -> None:
-    with listen.bind("127.0.0.1", 0) as first:
-        first.listen()
-        port = first.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = first.accept()
             accepted.close()  # the server's side closes first and keeps TIME_WAIT
@@ -75,24 +68,21 @@ def test_a_unix_socket_is_there_as_long_as_it_is_bound(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_socket_in_use_is_refused_and_kept(tmp_path: Path) -> None:
+# Nothing answers yet where a server still loads, as where one is gone; but it has the lock.
+@pytest.mark.parametrize(
+    ("begin", "listening"), [(listen.bind_unix, True), (partial(listen.bound, "", 0), False)]
+)
+def test_a_socket_in_use_is_refused_and_kept(begin, listening, tmp_path: Path) -> None:
     path = tmp_path / "s"
-    with listen.bound("", 0, path) as first:
-        first.listen()
-        with pytest.raises(CommandError, match=r"/s: another program is using this socket"):
-            listen.bind_unix(path)
+    with begin(path) as first:
+        if listening:
+            first.listen()
+        with (
+            pytest.raises(CommandError, match=r"/s: another program is using this socket"),
+            listen.bound("", 0, path),
+        ):
+            pass
         assert path.is_socket()
-
-
-def test_a_server_that_still_loads_keeps_its_socket(tmp_path: Path) -> None:
-    """Nothing answers at the socket yet, as at one whose server is gone."""
-    path = tmp_path / "s"
-    with (
-        listen.bound("", 0, path),
-        pytest.raises(CommandError, match=r"/s: another program is using this socket"),
-        listen.bound("", 0, path),
-    ):
-        pass
     with listen.bound("", 0, path):
         assert path.is_socket()
 

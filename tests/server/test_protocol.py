@@ -11,6 +11,7 @@ import pytest
 from ropewalk.server.http.chunked import MAX_UNREAD
 from ropewalk.server.http.protocol import MAX_HEAD, MAX_HEADERS, Protocol
 from tests.server.sockets import (
+    answered,
     completion,
     connect,
     exchange,
@@ -155,8 +156,7 @@ def test_an_accepted_body_is_asked_for(url):
     with connect(url) as client:
         client.sendall(head + b"\r\n\r\n")
         assert b"100 " in read_until(client, b"\r\n\r\n")
-        client.sendall(body)
-        assert b"200 OK" in read_until(client, b"}}")
+        assert b"200 OK" in answered(client, body)
 
 
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
@@ -259,10 +259,8 @@ def test_pipelined_requests_are_answered_in_order(url):
 
 def test_a_connection_outlives_an_error_of_the_application(url):
     with connect(url) as client:
-        client.sendall(completion(temperature=9))
-        assert b"invalid_value" in read_until(client, b"}}")
-        client.sendall(completion(max_tokens=1))
-        assert b"200 OK" in read_until(client, b"}}")
+        assert b"invalid_value" in answered(client, completion(temperature=9))
+        assert b"200 OK" in answered(client, completion(max_tokens=1))
 
 
 @pytest.mark.parametrize(
@@ -277,8 +275,7 @@ def test_no_spelling_of_a_path_opens_it(target):
 def test_a_target_with_a_host_may_have_a_body(url):
     request = completion(max_tokens=1).replace(b"/v1/", b"http://toy/v1/")
     with connect(url) as client:
-        client.sendall(request)
-        assert b"200 OK" in read_until(client, b"}}")
+        assert b"200 OK" in answered(client, request)
 
 
 @pytest.mark.parametrize(
@@ -364,13 +361,11 @@ def test_a_body_that_nobody_waited_for_leaves_the_connection_as_it_was(hasty, pa
     with connect(hasty) as client:
         for _ in range(2):
             client.sendall(b"POST /nowhere HTTP/1.1\r\nhost: toy\r\ncontent-length: 2\r\n")
-            client.sendall(b"content-type: application/json\r\n\r\n{")
-            assert b"404 Not Found" in read_until(client, b"}}")
+            assert b"404 Not Found" in answered(client, b"content-type: application/json\r\n\r\n{")
             time.sleep(pause)
             client.sendall(b"}")
             time.sleep(0.4)  # two such requests outlast the deadline of one
-        client.sendall(completion(max_tokens=1))
-        assert b"200 OK" in read_until(client, b"}}")
+        assert b"200 OK" in answered(client, completion(max_tokens=1))
 
 
 def test_such_a_connection_is_not_kept_for_ever():
@@ -381,8 +376,7 @@ def test_such_a_connection_is_not_kept_for_ever():
 
     with running(toy_app(), http=Brief) as (address, _), connect(address) as client:
         client.sendall(b"POST /nowhere HTTP/1.1\r\nhost: toy\r\ncontent-length: 2\r\n")
-        client.sendall(b"content-type: application/json\r\n\r\n{")
-        assert b"404 Not Found" in read_until(client, b"}}")
+        assert b"404 Not Found" in answered(client, b"content-type: application/json\r\n\r\n{")
         client.sendall(b"}")
         assert read_all(client) == b""
 
@@ -399,8 +393,7 @@ def test_idle_connections_do_not_disturb_others(url):
     try:
         for _ in range(5):
             with connect(url) as client:
-                client.sendall(completion(max_tokens=1))
-                assert b"200 OK" in read_until(client, b"}}")
+                assert b"200 OK" in answered(client, completion(max_tokens=1))
     finally:
         for client in idle:
             client.close()

@@ -10,6 +10,7 @@ import pytest
 from ropewalk.server.http.streaming import Drain, EventStream, Lifeline
 from ropewalk.server.scheduling.request import FinishReason
 from tests.server.sockets import (
+    answered,
     completion,
     connect,
     exchange,
@@ -197,5 +198,4 @@ def test_the_lifespan_starts_and_stops_the_engine():
 def test_refusals_close_nothing_they_need_not():
     with running(toy_app(api_keys=frozenset({"k"}))) as (url, _), connect(url) as client:
         for _ in range(2):  # on one connection
-            client.sendall(completion())
-            assert b"401 Unauthorized" in read_until(client, b"}}")
+            assert b"401 Unauthorized" in answered(client, completion())
