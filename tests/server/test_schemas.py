@@ -27,6 +27,13 @@ def chat(**fields):
     return read_body(ChatBody, {"messages": [{"role": "user", "content": "a"}]} | fields)
 
 
+def refusal(read, kind=InvalidField, **fields):
+    """What is raised for these fields."""
+    with pytest.raises(kind) as refused:
+        read(**fields)
+    return refused.value
+
+
 @pytest.mark.parametrize(
     "prompt",
     ["a", "", ["a", "b"], [1, 2], [[1], [2, 3]], [0], ["a"] * 1024],
@@ -61,9 +68,7 @@ def test_prompt_forms(prompt):
     ids=lambda value: repr(value)[:20],
 )
 def test_refused_prompts(prompt, param):
-    with pytest.raises(InvalidField) as refused:
-        completion(prompt=prompt)
-    assert refused.value.param == param
+    assert refusal(completion, prompt=prompt).param == param
 
 
 @pytest.mark.parametrize(
@@ -160,10 +165,9 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("name", "bad"), OUT_OF_RANGE, ids=lambda value: repr(value)[:24])
 def test_out_of_range_names_the_field(name, bad):
-    with pytest.raises(InvalidField) as refused:
-        completion(**{name: bad})
-    assert refused.value.param.split("[")[0] == name
-    assert refused.value.code == "invalid_value"
+    refused = refusal(completion, **{name: bad})
+    assert refused.param.split("[")[0] == name
+    assert refused.code == "invalid_value"
 
 
 def test_null_means_not_given():
@@ -229,10 +233,9 @@ def test_neutral_values_of_unsupported_fields_are_accepted(name, neutral):
     ],
 )
 def test_unsupported_fields_are_refused_when_they_would_matter(name, value):
-    with pytest.raises(UnsupportedField) as refused:
-        completion(**{name: value})
-    assert refused.value.param == name
-    assert refused.value.code == "unsupported_parameter"
+    refused = refusal(completion, UnsupportedField, **{name: value})
+    assert refused.param == name
+    assert refused.code == "unsupported_parameter"
 
 
 def test_best_of_may_equal_n():
@@ -243,17 +246,15 @@ def test_best_of_may_equal_n():
 def test_unknown_fields_are_refused_by_name(name):
     """Unless they are null, as clients write what is new in an API and not given."""
     completion(**{name: None})
-    with pytest.raises(UnknownField) as refused:
-        completion(**{name: 1})
-    assert refused.value.param == name
-    assert name in refused.value.message
+    refused = refusal(completion, UnknownField, **{name: 1})
+    assert refused.param == name
+    assert name in refused.message
 
 
 def test_an_unknown_name_is_shown_escaped_and_short():
-    with pytest.raises(UnknownField) as refused:
-        completion(**{"\x1b[31m\r\n" + "x" * 10_000: 1})
-    assert refused.value.message.isprintable()
-    assert len(refused.value.message) < 200
+    refused = refusal(completion, UnknownField, **{"\x1b[31m\r\n" + "x" * 10_000: 1})
+    assert refused.message.isprintable()
+    assert len(refused.message) < 200
 
 
 def test_missing_prompt_and_messages():
@@ -270,12 +271,8 @@ def test_fields_that_contradict_each_other():
         ("stream_options", {"stream_options": {"include_usage": True}}),
         ("prompt", {"prompt": ["a"] * 513, "n": 2}),
     ):
-        with pytest.raises(InvalidField) as refused:
-            completion(**fields)
-        assert refused.value.param == param
-    with pytest.raises(InvalidField) as refused:
-        chat(top_logprobs=2)
-    assert refused.value.param == "top_logprobs"
+        assert refusal(completion, **fields).param == param
+    assert refusal(chat, top_logprobs=2).param == "top_logprobs"
     assert completion(max_tokens=2, max_completion_tokens=2, min_tokens=2).wanted_tokens == 2
     assert completion(max_completion_tokens=3).wanted_tokens == 3
     assert len(completion(prompt=["a"] * 64, n=2).prompt) == 64
@@ -447,9 +444,7 @@ PART = {"type": "text", "text": ""}
     ids=lambda value: repr(value)[:40],
 )
 def test_refused_messages(messages, param):
-    with pytest.raises(InvalidField) as refused:
-        chat(messages=messages)
-    assert refused.value.param == f"messages{param}"
+    assert refusal(chat, messages=messages).param == f"messages{param}"
 
 
 def test_tokens_bodies():
