@@ -98,12 +98,6 @@ def test_vllm_bench_serve_chat(url):
     assert benchmark(chunks, delta_of) == ("Hello, w", 8)
 
 
-def test_vllm_bench_serve_counts_prompts_with_the_tokenizer(url):
-    tokens = httpx.post(url + "/tokenize", json={"model": "toy", "prompt": "abc"}).json()["tokens"]
-    back = httpx.post(url + "/detokenize", json={"model": "toy", "tokens": tokens}).json()
-    assert back["prompt"] == "abc"
-
-
 @pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
 def test_guidellm(url, limit):
     assert httpx.get(url + "/health").status_code == 200

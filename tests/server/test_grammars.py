@@ -32,6 +32,12 @@ TOKENIZERS = {
     "SentencePiece in GGUF": lambda: tokenizer_from_gguf(spm_fields("llama")[1]),
     "byte-level in GGUF": lambda: tokenizer_from_gguf(bpe_fields(byte_level(), "gpt-2")),
 }
+
+
+def json_schema(schema, *more):
+    return Grammar(Kind.JSON_SCHEMA, json.dumps(schema), *more)
+
+
 PERSON = {
     "type": "object",
     "properties": {
@@ -57,10 +63,7 @@ def bytes_model():
 
 VALIDATOR = jsonschema.Draft202012Validator(PERSON)
 SATISFIED = [
-    (
-        Grammar(Kind.JSON_SCHEMA, json.dumps(PERSON)),
-        lambda text: VALIDATOR.validate(json.loads(text)),
-    ),
+    (json_schema(PERSON), lambda text: VALIDATOR.validate(json.loads(text))),
     (
         Grammar(Kind.REGEX, r"^[a-cé]{2,5}(/\d+)?"),
         lambda text: re.fullmatch(r"[a-cé]{2,5}(/\d+)?", text)[0],
@@ -106,7 +109,7 @@ def test_drawn_schemas(bytes_model):
     for seed in range(30):
         schema = Drawing(seed).schema()
         jsonschema.Draft202012Validator.check_schema(schema)
-        start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+        start = compiled(bytes_model, json_schema(schema))
         for walk in range(3):
             answer = random_answer(start, ByteTokenizer(), random.Random(walk), force=walk)
             if answer is not None:
@@ -153,14 +156,14 @@ OPEN = [
 
 @pytest.mark.parametrize(("schema", "text"), CLOSED)
 def test_an_object_has_the_properties_that_its_schema_names(bytes_model, schema, text):
-    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    start = compiled(bytes_model, json_schema(schema))
     assert follows(start, ByteTokenizer(), text + "}")
     assert not follows(start, ByteTokenizer(), text + ",")
 
 
 @pytest.mark.parametrize("schema", OPEN)
 def test_an_object_may_have_others_where_its_schema_speaks_of_them(bytes_model, schema):
-    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    start = compiled(bytes_model, json_schema(schema))
     assert follows(start, ByteTokenizer(), '{"a": 1, "b": 2')
 
 
@@ -177,7 +180,7 @@ def test_formats_that_the_library_does_not_know_are_annotations(bytes_model):
         },
         "required": ["format", "a", "b", "c"],
     }
-    start = compiled(bytes_model, Grammar(Kind.JSON_SCHEMA, json.dumps(schema)))
+    start = compiled(bytes_model, json_schema(schema))
     text = '{"format": "x", "a": 7, "b": {"format": "uuid4"}, "c": "2026-11-27"}'
     assert follows(start, ByteTokenizer(), text)
     assert not follows(start, ByteTokenizer(), text.replace("2026-11-27", "x"))
@@ -203,16 +206,11 @@ HOSTILE = {
     "unknown keyword": Grammar(Kind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'),
     "from elsewhere": Grammar(Kind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1/schema"}'),
     "file": Grammar(Kind.JSON_SCHEMA, '{"$ref": "file:///etc/passwd"}'),
-    "loop": Grammar(
-        Kind.JSON_SCHEMA, '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'
-    ),
-    "many properties": Grammar(
-        Kind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": {} for i in range(9000)}})
-    ),
+    "loop": json_schema({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    "many properties": json_schema({"properties": {f"p{i}": {} for i in range(9000)}}),
     "multiples": Grammar(Kind.JSON_SCHEMA, '{"type": "integer", "multipleOf": 999983}'),
-    "many cases": Grammar(
-        Kind.JSON_SCHEMA,
-        json.dumps({"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(40)]}),
+    "many cases": json_schema(
+        {"allOf": [{"anyOf": [{"minimum": i}, {"maximum": -i}]} for i in range(40)]}
     ),
     "no regex": Grammar(Kind.REGEX, "("),
     "deep regex": Grammar(Kind.REGEX, "(" * 50000 + "a" + ")" * 50000),
@@ -282,23 +280,18 @@ NAMED = {"name": "n", "schema": SCHEMA, "strict": None}
         ({"response_format": None, "structured_outputs": {"json": None}}, None),
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, Grammar(Kind.JSON_OBJECT)),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": NAMED}},
-            Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA)),  # properties in the order sent
-        ),
+        # Properties in the order sent.
+        ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, json_schema(SCHEMA)),
         ({"guided_json": '{"type": "null"}'}, Grammar(Kind.JSON_SCHEMA, '{"type": "null"}')),
         ({"guided_json": True}, Grammar(Kind.JSON_SCHEMA, "true")),
         ({"guided_regex": "a+"}, Grammar(Kind.REGEX, "a+")),
         ({"guided_choice": ["a", "b"]}, Grammar(Kind.CHOICE, '["a", "b"]')),
         ({"guided_grammar": "root ::= x"}, Grammar(Kind.GBNF, "root ::= x")),
         ({"guided_grammar": "start: /a/"}, Grammar(Kind.LARK, "start: /a/")),
-        (
-            {"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"},
-            Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA), " ?"),
-        ),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, json_schema(SCHEMA, " ?")),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
-            Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA), ""),
+            json_schema(SCHEMA, ""),
         ),
         ({"structured_outputs": {"json_object": True}}, Grammar(Kind.JSON_OBJECT)),
         (
