@@ -106,9 +106,9 @@ def make_planner(encoding="rope", *, shape=CONFIG, max_context=100, speed=SPEED,
     )
 
 
-def load_one(*flags, metrics=None):
+def load_one(*flags):
     """The one model of a server with these flags."""
-    (loaded,) = load_models(configured(*map(str, flags)), metrics or Metrics())
+    (loaded,) = load_models(configured(*map(str, flags)), Metrics())
     return loaded
 
 
@@ -135,7 +135,7 @@ def engine_app(engine, served=None, *, options=None, **more):
 
 
 def make_request(name, prompt, **chosen):
-    """Greedy and of five tokens, unless `chosen` says otherwise: what it has itself, and how."""
+    """Greedy and of five tokens. `chosen`: fields of the request, or of its parameters."""
     chosen = {"arrival": 0.0, "rng": random.Random(0), "max_tokens": 5, "temperature": 0.0} | chosen
     own, params = {}, {}
     for key, value in chosen.items():

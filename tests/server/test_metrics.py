@@ -279,27 +279,30 @@ def test_every_refusal_has_its_series():
     )
     key = {"authorization": "Bearer k"}
     preflight = {"origin": "https://b", "access-control-request-method": "GET"}
-    send, post = partial(ask, app), partial(complete, app, key)
-    for request, reason, code, labels in (
-        (lambda: send("GET", "/version"), "unauthorized", "invalid_api_key", UNMATCHED),
-        (lambda: send("GET", "/version", headers=key | {"host": "b"}),
-         "invalid_request", "wrong_host", UNMATCHED),
-        (lambda: send("OPTIONS", "/version", headers=preflight),
-         "invalid_request", "wrong_origin", UNMATCHED),
-        (lambda: send("POST", "/tokenize", headers=key),
-         "invalid_request", "unsupported_media_type", UNMATCHED),
-        (lambda: send("GET", "/nothing", headers=key), "invalid_request", "not_found", UNMATCHED),
-        (lambda: send("POST", "/version", headers=key, json={}),
-         "invalid_request", "method_not_allowed", UNMATCHED),
-        (lambda: post(temperature=9), "invalid_request", "invalid_value", UNMATCHED),
-        (lambda: post(prompt=[300]), "invalid_request", "invalid_value", LABELS),
-        (lambda: post(prompt=[1] * 600), "context_length", "context_length_exceeded", LABELS),
-        (lambda: post(model="other"), "model_not_found", "model_not_found", UNMATCHED),
-        (lambda: post(user="x" * 2000), "body_too_large", "body_too_large", UNMATCHED),
-    ):  # fmt: skip
+
+    def assert_counted(request, reason, code, labels=UNMATCHED):
         before = rejected(app, reason, code, labels)
         request()
         assert (before, rejected(app, reason, code, labels)) == (0, 1), code
+
+    for method, path, headers, code in (
+        ("GET", "/version", {}, "invalid_api_key"),
+        ("GET", "/version", key | {"host": "b"}, "wrong_host"),
+        ("OPTIONS", "/version", preflight, "wrong_origin"),
+        ("POST", "/tokenize", key, "unsupported_media_type"),
+        ("GET", "/nothing", key, "not_found"),
+        ("POST", "/version", key | {"content-type": "application/json"}, "method_not_allowed"),
+    ):
+        reason = "unauthorized" if code == "invalid_api_key" else "invalid_request"
+        assert_counted(partial(ask, app, method, path, headers=headers), reason, code)
+    for body, reason, code, labels in (
+        ({"temperature": 9}, "invalid_request", "invalid_value", UNMATCHED),
+        ({"prompt": [300]}, "invalid_request", "invalid_value", LABELS),
+        ({"prompt": [1] * 600}, "context_length", "context_length_exceeded", LABELS),
+        ({"model": "other"}, "model_not_found", "model_not_found", UNMATCHED),
+        ({"user": "x" * 2000}, "body_too_large", "body_too_large", UNMATCHED),
+    ):
+        assert_counted(partial(complete, app, key, **body), reason, code, labels)
 
 
 def test_no_request_adds_a_series():
