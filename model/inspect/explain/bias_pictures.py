@@ -66,12 +66,8 @@ def measured(subject: Subject) -> Biases | None:
 def biases(subject: Subject) -> Picture | Omitted:
     found = measured(subject)
     if found is None:
-        adds = "adds nothing to the scores"
-        if subject.forgets:
-            adds = (
-                "adds to a score what the gates of the tokens between say: it depends on the text"
-            )
-        return Omitted("bias", BIASES, f"{subject.title} {adds}.")
+        adds = "what depends on the text" if subject.by_content else "nothing"
+        return Omitted("bias", BIASES, f"{subject.title} adds {adds} to the scores.")
     heads = _shown(len(found.values), subject.weights)
     return Picture(
         "bias",

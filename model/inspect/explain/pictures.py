@@ -60,10 +60,9 @@ def _scores(subject: Subject) -> list[Picture | Omitted]:
         )
         if one is not None
     ]
-    on = "content alone, not on distance"
-    if subject.forgets:
-        on = "content: that of key and query, and that of the tokens between"
-    about = f"With {subject.title}, scores depend on {on}."
+    about = f"With {subject.title}, scores depend on content alone, not on distance."
+    if subject.by_content:
+        about = f"With {subject.title}, what distance does to a score depends on the text."
     return found or [Omitted("score", rotation_pictures.SCORES, about)]
 
 
