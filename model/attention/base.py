@@ -117,11 +117,11 @@ def step_bias(
     return added
 
 
-def forgotten(kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype = torch.float32) -> Tensor:
+def forgotten(kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype = torch.float64) -> Tensor:
     """[R, heads, max_context]: for each key, the sum of the gates of its request's later tokens.
 
-    Added to the scores; softmax ignores what is too much by, the same for all keys of a query. From
-    the last token on, so that the sums of near keys are small and exact.
+    To the scores of a query is added what is left when that of its own token is subtracted. In
+    float64, so that gates of still later tokens round nothing away.
     """
     assert kv.gates is not None, "the cache was made without room for gates"
     size, longest = kv.gates.shape[-1], batch.max_context

@@ -50,7 +50,9 @@ class ReferenceAttention:
             elif bias is not None:
                 scores = scores + bias.between(positions, key_positions)
             if self.spec.gated:
-                scores = scores + forgotten(kv, batch, self.dtype)[r, :, None, :context]
+                sums = forgotten(kv, batch)[r, :, :context]
+                own = sums[:, context - (rows.stop - rows.start) :, None]
+                scores = scores + (sums[:, None] - own).to(self.dtype)
             hidden = self.hidden(rows.stop - rows.start, context, q.device)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)

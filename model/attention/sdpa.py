@@ -94,7 +94,7 @@ class SdpaAttention:
             between = bias.between(positions[rows], key_positions)
             mask = mask + between.transpose(0, 1).to(wide)
         if self.spec.gated:
-            sums = forgotten(kv, batch, torch.promote_types(q.dtype, torch.float32))
+            sums = forgotten(kv, batch)
             own = index.clamp(0, sums.shape[2] - 1)[:, None].expand(-1, sums.shape[1], -1)
             mask = mask + (sums[:, :, None] - sums.gather(2, own)[..., None]).to(wide)
         if rotation is not None:

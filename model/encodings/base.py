@@ -128,7 +128,8 @@ class ForgetGates:
     def of(self, x: Tensor) -> Tensor:
         """x [T, width] → logarithms of the gates [T, heads], at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
+        with torch.autocast(x.device.type, enabled=False):  # which would compute in bfloat16
+            return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,8 +296,8 @@ class Looked:
         elif bias is not None:
             added = bias.between(self.batch.positions[query : query + 1], positions)[:, 0]
         if forgets(self.encoding):
-            sums = forgotten(self.kv, self.batch, self.reference.dtype)[0]
-            between = sums - sums[:, query, None]
+            sums = forgotten(self.kv, self.batch)[0]
+            between = (sums - sums[:, query, None]).to(self.reference.dtype)
             added = between if added is None else added + between
         return added
 

@@ -93,7 +93,7 @@ class DenseAttention:
             sides = rotation.sides(q, keys, at, at, batch.offsets)
         multiplied = [(by_head(each), by_head(its)) for each, its in filter(None, sides)]
         values = by_head(kv.values)
-        sums = forgotten(kv, batch) if self.spec.gated else None
+        sums = forgotten(kv, batch, torch.float32) if self.spec.gated else None
         pieces = []
         for first in range(0, length, QUERIES):
             last = min(first + QUERIES, length)

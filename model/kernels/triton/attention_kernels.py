@@ -331,16 +331,18 @@ def forget(
     later = tl.zeros([TILE], tl.float32)
     for number in range(tiles):
         key = (tiles - 1 - number) * KEYS + tl.arange(0, KEYS)
-        used = key < context
-        there = used[:, None] & (head < HEADS)[None, :]
+        # Of the token after each key: subtracting a key's own gate would lose what small ones say.
+        token = key + 1
+        used = token < context
         block = tl.load(
-            block_tables + request * table_width + key // BLOCK_SIZE, mask=used, other=0
+            block_tables + request * table_width + token // BLOCK_SIZE, mask=used, other=0
         )
         row = block[:, None] * HEADS + head[None, :]
-        place = row * BLOCK_SIZE + (key % BLOCK_SIZE)[:, None]
-        gate = tl.load(gates + place, mask=there, other=0.0)
-        own_and_later = tl.cumsum(gate, axis=0, reverse=True)
-        tl.store(to + key[:, None], later[None, :] + own_and_later - gate, mask=there)
+        place = row * BLOCK_SIZE + (token % BLOCK_SIZE)[:, None]
+        there = (head < HEADS)[None, :]
+        gate = tl.load(gates + place, mask=used[:, None] & there, other=0.0)
+        sums = later[None, :] + tl.cumsum(gate, axis=0, reverse=True)
+        tl.store(to + key[:, None], sums, mask=(key < context)[:, None] & there)
         later += tl.sum(gate, axis=0)
 
 

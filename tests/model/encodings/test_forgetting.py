@@ -13,7 +13,7 @@ from ropewalk.model.encodings.alibi import slopes
 from ropewalk.model.encodings.base import EncodingError, create, stored_gates
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.model.recipes import program, prompts
-from tests.model.attention.test_cpu import problem, spec
+from tests.model.attention.test_cpu import alone, problem, spec
 from tests.model.attention.triton_here import TritonHere
 from tests.model.running import run_uncached
 from tests.model.tiny import CONFIG, CPU, in_torch, program_of, tiny
@@ -136,3 +136,49 @@ def test_two_threads_share_a_requests_gates(kernels):
     q, kv, batch = problem(given, 16, [(700, 1), (300, 1)])
     given, kv = gated(given, kv, 0.005)
     assert error(CpuBackend(kernels), given, q, kv, batch) < 1e-5
+
+
+def test_a_prompts_numbers_do_not_depend_on_those_beside_it(kernels, threads):
+    """Nor on the tokens after a row: it is in one task with some, which others may not be."""
+    given = spec(6, 2, 64)
+    lengths = [(0, 129), (63, 1), (0, 64), (70, 97), (64, 2), (700, 1)]
+    q, kv, batch = problem(given, 16, lengths)
+    given, kv = gated(given, kv, 1.0)
+    attend = CpuBackend(kernels)(given)
+    threads(1)
+    together = attend(q, kv, batch, None, None)
+    threads(3)
+    assert torch.equal(attend(q, kv, batch, None, None), together)
+    for request in range(len(lengths)):
+        rows, own = alone(batch, request)
+        assert torch.equal(attend(q[rows], kv, own, None, None), together[rows])
+
+
+@pytest.mark.parametrize("name", ["cpu", "sdpa", "reference"])
+def test_what_later_tokens_forget_rounds_nothing_away(name, kernels):
+    """Gates that all but close, behind some of a prompt's queries and before others."""
+    given = spec(6, 2)
+    q, kv, batch = problem(given, 16, [(0, 90), (40, 50), (70, 1)])
+    given, kv = gated(given, kv, 0.05)
+    closed = torch.rand(kv.gates.shape, generator=torch.Generator().manual_seed(4)) < 0.1
+    kv = replace(kv, gates=kv.gates.masked_fill(closed & kv.gates.isfinite(), -1e5))
+    backends = {"cpu": CpuBackend(kernels), "sdpa": SdpaAttention, "reference": ReferenceAttention}
+    assert error(backends[name], given, q, kv, batch) < 1e-5
+
+
+def test_a_closed_gate_leaves_those_after_it_exact():
+    """Of a step's last token, on a GPU: a key's own gate is not part of its sum."""
+    given = spec(6, 2)
+    q, kv, batch = problem(given, 16, [(200, 1)])
+    given, kv = gated(given, kv, 0.05)
+    block, offset = batch.block_tables[0, 12], 0  # nine tokens before
+    kv.gates[block, :, offset] = -1e6
+    assert error(TritonHere, given, q, kv, batch) < 1e-5
+
+
+def test_training_in_half_precision_computes_gates_as_serving_does():
+    gates = tiny("forgetting").encoding.for_layer(1).forget_gates()
+    x = torch.randn(50, CONFIG.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gates.of(x)
+    assert torch.equal(found, gates.of(x))

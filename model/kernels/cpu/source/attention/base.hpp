@@ -111,7 +111,9 @@ class Attending {
     int64_t unbiased;  // keys up to this position have a bias of 0
     float slope;
     const float *table, *dense;  // this query's rows
-    const Real *forgotten;       // by key index
+    const Real *gates;           // of the query's head, as `gates_` has them
+    int64_t summed_from;         // a chunk's first key, from which on `forgotten` is their sum
+    Real forgotten;
     Real far;                    // the table's last column
     Real base, totals[kLanes];
   };
@@ -130,31 +132,35 @@ class Attending {
     if (a_.gates) add_gates();
   }
 
-  // For each head and key that the piece's queries see, the sum of the gates of later tokens, up to
-  // the last of these queries. From there backwards, so that the sums of near keys are exact.
+  // For each head the gates of whole chunks, as far as the piece's queries see them, and for each
+  // key the sum of those after it in its chunk. Sums for a query begin at the query and take in one
+  // chunk after another, whatever the piece: later tokens must not round what an earlier one sees.
   void add_gates() {
     const auto [begin, end] = seen_by(piece_);
     const int64_t heads = piece_.heads * group_, size = a_.block_size;
     const int64_t *table = a_.tables + piece_.request * a_.table_width;
-    forgotten_first_ = begin;
-    forgotten_span_ = end - begin + kKeys;  // whole vectors are read
-    forgotten_ = forgotten_buffer_.grow(heads * forgotten_span_);
+    gates_first_ = begin / kKeys * kKeys;
+    gates_span_ = (end - gates_first_ + kKeys - 1) / kKeys * kKeys;
+    gates_ = gates_buffer_.grow(2 * heads * gates_span_);
     for (int64_t key = begin; key < end;) {
       const int64_t offset = key % size, count = std::min(size - offset, end - key);
       const int64_t row = table[key / size] * a_.heads + piece_.first_head * group_;
       const float *gates = a_.gates + row * size + offset;
       for (int64_t h = 0; h < heads; ++h)
-        copy_some(gates + h * size, count, forgotten_ + h * forgotten_span_ + key - begin);
+        copy_some(gates + h * size, count, gates_ + 2 * h * gates_span_ + key - gates_first_);
       key += count;
     }
     for (int64_t h = 0; h < heads; ++h) {
-      Real *sums = forgotten_ + h * forgotten_span_;
-      std::fill(sums + end - begin, sums + forgotten_span_, Real(0));
-      Real later = 0;
-      for (int64_t n = whole_vectors(end - begin) - kLanes; n >= 0; n -= kLanes) {
-        const Vec<Real> own_and_later = sum_later<Real>(load(sums + n));
-        store(next_lane<Real>(own_and_later) + later, sums + n);
-        later += own_and_later[0];
+      Real *gates = gates_ + 2 * h * gates_span_, *sums = gates + gates_span_;
+      std::fill(gates, gates + begin - gates_first_, Real(0));
+      std::fill(gates + end - gates_first_, sums, Real(0));
+      for (int64_t first = 0; first < gates_span_; first += kKeys) {
+        Real later = 0;
+        for (int64_t n = first + kKeys - kLanes; n >= first; n -= kLanes) {
+          const Vec<Real> own_and_later = sum_later<Real>(load(gates + n));
+          store(next_lane<Real>(own_and_later) + later, sums + n);
+          later += own_and_later[0];
+        }
       }
     }
   }
@@ -310,14 +316,19 @@ class Attending {
       if (state.far == 0 && !a_.bias_by_key)  // T5's window form
         state.unbiased = state.position + a_.bias_zero - (a_.bias_span - 1);
     }
-    if (a_.gates)
-      state.forgotten = forgotten_ + (head * group_ + heads_[query]) * forgotten_span_;
+    if (a_.gates) {
+      state.gates = gates_ + 2 * (head * group_ + heads_[query]) * gates_span_;
+      const int64_t last = last_key(query);
+      state.summed_from = last / kKeys * kKeys;
+      for (int64_t n = last; n >= state.summed_from; --n)
+        state.forgotten += state.gates[n - gates_first_];
+    }
     if (a_.dense_bias) state.dense = a_.dense_bias + (query_head * rows + row) * a_.bias_span;
     return state;
   }
 
   // first: index of the chunk's first key. Scores past the last key may change, too.
-  void add_bias(const Chunk &chunk, const State &state, int64_t first, int64_t keys,
+  void add_bias(const Chunk &chunk, State &state, int64_t query, int64_t first, int64_t keys,
                 Real *scores) const {
     if (chunk.latest <= state.unbiased) return;
     const int32_t nearest = int32_t(state.position - chunk.latest);  // distance
@@ -336,7 +347,7 @@ class Attending {
         add_columns(chunk, state, nearest, padded, scores);
     }
     if (state.dense) add_row(state.dense, first, keys, scores);
-    if (state.forgotten) add_forgotten(state.forgotten, first, keys, scores);
+    if (state.gates) add_forgotten(state, last_key(query), first, keys, scores);
   }
 
   // Rows are far apart in memory, so the next chunk's part, left of this one, is prefetched here.
@@ -348,12 +359,25 @@ class Attending {
     for (int64_t n = 0; n < keys; ++n) scores[n] += Real(from[n]);
   }
 
-  // Chunks may begin before the first key that is seen.
-  void add_forgotten(const Real *sums, int64_t first, int64_t keys, Real *scores) const {
-    const int64_t begin = std::max<int64_t>(forgotten_first_ - first, 0);
-    const Real *from = sums + first - forgotten_first_;
+  // last: the query's own key. Chunks come from the latest one on, but some may be left out.
+  void add_forgotten(State &state, int64_t last, int64_t first, int64_t keys, Real *scores) const {
+    const Real *gates = state.gates - gates_first_, *sums = gates + gates_span_;
+    if (last < first + kKeys) {
+      Real later = 0;
+      for (int64_t n = std::min(last - first, keys - 1); n >= 0; --n) {
+        scores[n] += later;
+        later += gates[first + n];
+      }
+      return;
+    }
+    while (state.summed_from > first + kKeys) {
+      state.summed_from -= kKeys;
+      state.forgotten += sums[state.summed_from] + gates[state.summed_from];
+    }
+    const Real forgotten = state.forgotten;
+    sums += first;
 #pragma omp simd
-    for (int64_t n = begin; n < keys; ++n) scores[n] += from[n];
+    for (int64_t n = 0; n < keys; ++n) scores[n] += sums[n] + forgotten;
   }
 
   void add_columns(const Chunk &chunk, const State &state, int32_t nearest, int64_t count,
@@ -383,7 +407,7 @@ class Attending {
     for (int64_t r = 0; r < count; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) scale(key_scales_, keys, own);
-      add_bias(chunk, states[r], first, keys, own);
+      add_bias(chunk, states[r], query + r, first, keys, own);
       if (!all_seen) hide(query + r, first, keys, own);
       most[r] = load(own);
       for (int64_t n = kLanes; n < padded; n += kLanes) {
@@ -446,9 +470,9 @@ class Attending {
   Piece piece_;
   int64_t context_, first_index_;
   Real key_scales_[kKeys], value_scales_[kKeys];  // of a chunk in 8 bits
-  Buffer<Real> forgotten_buffer_;
-  Real *forgotten_;  // [heads of the piece, forgotten_span_], from the first key that is seen on
-  int64_t forgotten_first_, forgotten_span_;
+  Buffer<Real> gates_buffer_;
+  Real *gates_;  // [heads of the piece, gates and sums of later ones of the chunk, gates_span_]
+  int64_t gates_first_, gates_span_;  // keys
   int64_t rows_[kQueries], heads_[kQueries];  // row within the request, head within the group
 };
 
