@@ -63,9 +63,7 @@ def arms_for(config: ModelConfig) -> dict[str, str]:
         if name == own:
             continue
         try:
-            if (
-                name != audit_arms.PATH
-            ):  # which fits every decoder, and is no encoding that is served
+            if name != audit_arms.PATH:  # fits every decoder, and is no encoding to be found
                 example(find(plain), config, config.trained_context, options)
         except EncodingError:
             continue  # impossible with this number of heads or this width

@@ -17,7 +17,17 @@ from ropewalk.model.config import EncodingSpec
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.nope import NoPE
 from ropewalk.model.layers.executor import Pass, TorchExecutor, in_heads
-from ropewalk.model.program import Attend, Linear, Op, Part, Program, Rotate, Store
+from ropewalk.model.program import (
+    Attend,
+    Forget,
+    Linear,
+    Op,
+    Part,
+    Place,
+    Program,
+    Rotate,
+    Store,
+)
 
 SEED = 0
 
@@ -71,7 +81,7 @@ def _ops(program: Program) -> Iterator[Op]:
             case Linear(reads=reads, writes="q k v"):
                 x = reads
                 yield op
-            case Rotate() | Store():
+            case Place() | Forget() | Rotate() | Store():
                 pass
             case Attend():
                 yield AttendPath(f"{x} q k v", op.writes, op, drawn(op.head_dim, op), drawn(1, op))

@@ -11,6 +11,7 @@ from ropewalk.model.encodings.base import EncodingError, names
 from ropewalk.model.inspect import audit_arms, path
 from ropewalk.model.inspect.audit import Arm, Audit, Entry, Touched, Watch, audit, entries
 from ropewalk.model.layers.executor import Pass
+from ropewalk.model.program import Attend, Forget, Place, Rotate, Store
 from tests.model.tiny import CONFIG, CPU, ENCODINGS, program_of, tiny
 
 STEPS = 4
@@ -89,6 +90,16 @@ def test_under_path_each_token_rewrites_the_keys_of_all_before_it() -> None:
         assert step.changed == step.should_change == earlier
         assert step.stale == ()
         assert step.rotations == (step.length - 1) * LAYERS * KV_HEADS
+
+
+@pytest.mark.parametrize("own", ["forgetting", "learned", "alibi"])
+def test_path_takes_the_place_of_any_encoding(own) -> None:
+    made = path.decoder(program_of(tiny(own)))
+    kinds = {type(op) for op in made.executor.program.ops}
+    assert path.AttendPath in kinds
+    assert not kinds & {Attend, Forget, Place, Rotate, Store}
+    found = audit(Arm("path", "", made, rewrite=path.count_rewritten), [3, 1, 4, 1, 5], 4)
+    assert found.unexpected == 0
 
 
 def test_path_attends_over_products_of_reflections() -> None:
