@@ -72,7 +72,7 @@ def latency(title: str, says: str, name: str) -> Panel:
 CACHE = (
     lines(
         "Bytes written per token",
-        "Size of one token's keys and values. The same for all encodings of a model shape.",
+        "Size of one token's keys and values. The same for all encodings without gates.",
         "bytes",
         recorded("kv_written_bytes_per_token"),
     ),
