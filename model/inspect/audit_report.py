@@ -7,12 +7,12 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.inspect.audit import Audit, AuditStep, entries
 
 HEADLINE = (
-    "Appending changes no cached entry under any encoding that can be served from shared blocks. "
-    "Under PaTH, which cannot, each token rewrites the keys of all before it. RoPE as it is "
-    "usually stored needs no positional work over the context and no special attention kernel; "
-    "its cost is that moved keys must be rewritten. ALiBi and T5's bias are the reverse: moved "
-    "keys stay as they are, but every step adds a bias, ALiBi's to every key, T5's to the nearest "
-    "113 or, unless in its window form, to all."
+    "Appending changes no cached entry under any encoding that Ropewalk serves. Under PaTH, whose "
+    "authors keep keys as the newest query needs them, each token rewrites the keys of all before "
+    "it. RoPE as it is usually stored needs no positional work over the context and no special "
+    "attention kernel; its cost is that moved keys must be rewritten. ALiBi and T5's bias are the "
+    "reverse: moved keys stay as they are, but every step adds a bias, ALiBi's to every key, T5's "
+    "to the nearest 113 or, unless in its window form, to all."
 )
 
 

@@ -1,6 +1,6 @@
 """PaTH, under which appending does rewrite what is stored: a token changes all keys before it.
 
-For the audit alone. It cannot be served from shared blocks, as no two sequences that go on
+For the audit alone. Blocks of such keys cannot be shared, as no two sequences that go on
 differently agree about the keys of what they have in common.
 """
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ropewalk.cache.keeper import Place as SecondPlace
-from ropewalk.cache.kv import KVCache, bytes_per_token
+from ropewalk.cache.kv import GATE, KVCache, bytes_per_token
 from ropewalk.cache.ledger import Ledger
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import Audit
 from ropewalk.model.attention.base import NoBackend
 from ropewalk.model.catalogue import Place
-from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
+from ropewalk.model.config import EncoderDecoderConfig
 from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import EncodingError, create
 from ropewalk.model.encodings.rope import RoPE
@@ -391,7 +391,7 @@ def _complete(
         quantize=config.loading.quantize,
         max_step_tokens=limits.max_step_tokens,
     )
-    _register(metrics, facts, shape, position_apart=model.decoder.position_apart)
+    _register(metrics, facts, model.decoder)
     metrics.compared(name, parity.error, parity.tolerance)
     defect = parity.defect(name)
     if defect is not None:
@@ -472,9 +472,8 @@ def _place(kv: KVCache, slots: int, ledger: Ledger) -> SecondPlace:
         ) from error
 
 
-def _register(
-    metrics: Metrics, facts: ModelFacts, shape: ModelConfig, *, position_apart: bool
-) -> None:
+def _register(metrics: Metrics, facts: ModelFacts, decoder: Decoder) -> None:
+    shape = decoder.config
     metrics.add_model(
         facts.name,
         facts.encoding,
@@ -486,9 +485,10 @@ def _register(
             "trained_context": str(shape.trained_context),
         },
         bytes_per_token=facts.kv_bytes_per_token,
+        gate_bytes=shape.num_layers * decoder.gates * GATE.itemsize,
         blocks=facts.blocks,
         block_size=facts.block_size,
-        position_apart=position_apart,
+        position_apart=decoder.position_apart,
     )
 
 

@@ -164,11 +164,14 @@ class Metrics:
         info: Mapping[str, str],
         *,
         bytes_per_token: int,
+        gate_bytes: int = 0,
         blocks: int,
         block_size: int,
         position_apart: bool = False,
     ) -> None:
-        """Makes every series of a model, at zero. `bytes_per_token` counts K and V of all layers.
+        """Makes every series of a model, at zero. `bytes_per_token` counts all layers.
+
+        gate_bytes: of those, what gates take, which count as part of keys.
 
         Shows the labels of cache_info among `info`. `position_apart`: positional work is timed
         separately from attention. Raises ValueError for a name added before.
@@ -183,9 +186,10 @@ class Metrics:
         }
         info_labels = (shown.get(name, "") for name in self._families.labels["cache_info"])
         self._families["cache_info"].labels(model_name, encoding, *info_labels).set(1)
-        half = bytes_per_token * block_size * blocks // 2
-        for kind in ("k", "v"):
-            self._families["kv_cache_bytes"].labels(model_name, encoding, kind).set(half)
+        values = (bytes_per_token - gate_bytes) // 2
+        for kind, each in (("k", bytes_per_token - values), ("v", values)):
+            size = each * block_size * blocks
+            self._families["kv_cache_bytes"].labels(model_name, encoding, kind).set(size)
         self._models[model_name] = ModelMetrics(
             self._families, model_name, encoding, blocks, position_apart=position_apart
         )

@@ -243,6 +243,15 @@ def test_requests_that_never_got_a_token_have_no_latencies():
     assert value(metrics, "request_time_per_output_token_seconds_count") == 0
 
 
+def test_gates_are_stored_beside_keys():
+    metrics = metrics_of_toy()
+    size = {"bytes_per_token": 80, "gate_bytes": 16, "blocks": 10, "block_size": 16}
+    metrics.add_model("b", "forgetting", {}, **size)
+    for kind, each in (("k", 48), ("v", 32)):
+        labels = {"kind": kind, "model_name": "b", "encoding": "forgetting"}
+        assert sample(metrics, "kv_cache_bytes", **labels) == 10 * 16 * each
+
+
 def test_models_are_kept_apart_and_unknown_ones_are_errors():
     metrics = metrics_of_toy()
     metrics.add_model("b", "nope", {}, **SIZE)
