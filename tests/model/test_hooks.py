@@ -10,6 +10,7 @@ from ropewalk.cache.types import Capability, KeyStorage
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import (
     EncodingError,
+    ForgetGates,
     KeyBias,
     LinearBias,
     PairBias,
@@ -87,6 +88,24 @@ def test_query_bias_is_the_only_bias():
         "score_bias": lambda self: LinearBias(torch.ones(6)),
     }
     assert "query_bias takes the place of score_bias" in said(with_hooks(**both))
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "why"),
+    [
+        ((6, 24), (1,), r"a bias of \[1\], not of \[6, 24\] and \[6\]"),
+        ((1, 24), (6,), r"a weight of \[1, 24\] and a bias of \[6\], not of "),
+        ((6, 24), (), r"a bias of \[\], not of "),
+    ],
+)
+def test_forget_gates_have_a_row_for_each_head(weight, bias, why):
+    gates = ForgetGates(torch.ones(weight), torch.ones(bias))
+    assert re.search(why, said(with_hooks(forget_gates=lambda self: gates)))
+
+
+def test_forget_gates_are_no_gates_themselves():
+    own = with_hooks(forget_gates=lambda self: torch.ones(6, 24))
+    assert re.search("forget_gates returns Tensor, not ForgetGates", said(own))
 
 
 def rotates(act):

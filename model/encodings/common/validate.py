@@ -15,6 +15,7 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     BIASES,
     EncodingError,
+    ForgetGates,
     KeyBias,
     LinearBias,
     PairBias,
@@ -79,6 +80,7 @@ class _Hooks:
         self._rotated(slice(None), dtype=HALF)
         self._check_bias()
         if forgets(self._encoding):
+            self._check_forget_gates()
             self._check_rows("gates", self._gates)
             self._gates(slice(None), dtype=HALF)
         if asks_query(self._encoding):
@@ -122,8 +124,22 @@ class _Hooks:
             if not _alike(call(rows), whole[rows]):
                 raise self._error(
                     f"{hook} returns something else for a token when other tokens are computed "
-                    "with it; the result must depend on the token's position alone"
+                    "with it; the result must depend on the token and its position alone"
                 )
+
+    def _check_forget_gates(self) -> None:
+        """Kernels read them by these sizes, where torch would repeat what is smaller."""
+        found = self._ask("forget_gates", object)
+        if found is None:
+            return
+        found = self._need_kind("forget_gates", found, ForgetGates)
+        heads, width = self._config.num_heads, self._config.hidden_size
+        sizes = [list(each.shape) for each in (found.weight, found.bias)]
+        if sizes != [[heads, width], [heads]]:
+            raise self._error(
+                f"forget_gates has a weight of {sizes[0]} and a bias of {sizes[1]}, not of "
+                f"{[heads, width]} and {[heads]}"
+            )
 
     def _check_bias(self) -> None:
         bias = self._ask("score_bias", object)
