@@ -414,14 +414,13 @@ class Lowering:
             case Forget():
                 gates = op.encoding.forget_gates()
                 assert gates is not None, "only layers with gates have this op"
-                weight, bias = (each.detach().float() for each in (gates.weight, gates.bias))
                 self.emit(
                     Kind.FORGET,
                     part,
                     x=self.read(op.reads),
-                    table=self.borrow("gates", weight),
-                    vectors=self.borrow("gates", bias),
-                    rows=len(bias),
+                    table=self.borrow("gates", gates.weight),
+                    vectors=self.borrow("gates", gates.bias),
+                    rows=len(gates.bias),
                     layer=op.layer,
                 )
             case Rotate():
@@ -554,8 +553,11 @@ class Lowering:
         return tensor.data_ptr()
 
     def borrow(self, name: str, tensor: Tensor) -> int:
-        """The same of a tensor that an encoding tells of itself, unless it has to be copied."""
-        made = tensor.contiguous()
+        """The same of a tensor that an encoding tells of itself, unless it has to be copied.
+
+        As float32.
+        """
+        made = tensor.detach().float().contiguous()
         if made.data_ptr() != tensor.data_ptr():
             return self.hold(f"{name}.{len(self.held)}", made)
         self.borrowed.append(made)

@@ -132,7 +132,7 @@ class TritonAttention:
         assert kv.gates is not None, "the cache was made without room for gates"
         requests, heads = len(batch.context_lens), self.spec.num_heads
         size = (requests, heads, batch.max_context)
-        sums = torch.empty(size, dtype=torch.float32, device=q.device)
+        sums = torch.empty(size, dtype=torch.float64, device=q.device)
         self.kernels.forget[requests, -(-heads // GATES_AT_ONCE)](
             *(kv.gates, sums, batch.context_lens, batch.block_tables),
             *(batch.block_tables.stride(0), batch.max_context),

@@ -55,7 +55,7 @@ def attend(
     far,  # if FAR: keys of this distance or more are rotated by other positions, as queries are
     far_queries,  # [positions] int64: those of queries; likewise of keys
     far_keys,
-    forgotten,  # [R, HEADS, longest] float32 if GATED: added to the score of each key
+    forgotten,  # [R, HEADS, longest] float64 if GATED: of each key, less that of the query's own
     longest,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -132,6 +132,10 @@ def attend(
         if 2 * PAIRS < HEAD_DIM:
             there = live[:, None] & (beyond < HEAD_DIM)[None, :]
             rest = tl.load(query + beyond[None, :] * q_dim, mask=there, other=0.0).to(FACTOR)
+
+    if GATED:
+        of_head = forgotten + (request.to(tl.int64) * HEADS + head)[:, None] * longest
+        of_query = tl.load(of_head + index[:, None], mask=live[:, None], other=0.0)
 
     first, last = 0, 1
     if SPLIT:
@@ -216,8 +220,8 @@ def attend(
                 BIAS,
             )
             if GATED:
-                of_head = forgotten + (request.to(tl.int64) * HEADS + head)[:, None] * longest
-                scores += tl.load(of_head + key[None, :], mask=seen, other=0.0)
+                later = tl.load(of_head + key[None, :], mask=seen, other=0.0)
+                scores += (later - of_query).to(tl.float32)
             scores = tl.where(seen, scores, float("-inf"))
 
             higher = tl.maximum(maximum, tl.max(scores, axis=1))
@@ -309,7 +313,7 @@ def merge(
 )
 def forget(
     gates,  # [blocks, HEADS, BLOCK_SIZE] float32, contiguous
-    forgotten,  # [R, HEADS, longest] float32
+    forgotten,  # [R, HEADS, longest] float64
     context_lens,
     block_tables,
     table_width,
@@ -328,7 +332,7 @@ def forget(
     context = tl.load(context_lens + request).to(tl.int32)
     to = forgotten + (request.to(tl.int64) * HEADS + head)[None, :] * longest
     tiles = tl.cdiv(context, KEYS)
-    later = tl.zeros([TILE], tl.float32)
+    later = tl.zeros([TILE], tl.float64)
     for number in range(tiles):
         key = (tiles - 1 - number) * KEYS + tl.arange(0, KEYS)
         # Of the token after each key: subtracting a key's own gate would lose what small ones say.
@@ -340,7 +344,7 @@ def forget(
         row = block[:, None] * HEADS + head[None, :]
         place = row * BLOCK_SIZE + (token % BLOCK_SIZE)[:, None]
         there = (head < HEADS)[None, :]
-        gate = tl.load(gates + place, mask=used[:, None] & there, other=0.0)
+        gate = tl.load(gates + place, mask=used[:, None] & there, other=0.0).to(tl.float64)
         sums = later[None, :] + tl.cumsum(gate, axis=0, reverse=True)
         tl.store(to + key[:, None], sums, mask=(key < context)[:, None] & there)
         later += tl.sum(gate, axis=0)

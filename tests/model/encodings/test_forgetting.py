@@ -154,7 +154,7 @@ def test_a_prompts_numbers_do_not_depend_on_those_beside_it(kernels, threads):
         assert torch.equal(attend(q[rows], kv, own, None, None), together[rows])
 
 
-@pytest.mark.parametrize("name", ["cpu", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["cpu", "sdpa", "reference", "triton"])
 def test_what_later_tokens_forget_rounds_nothing_away(name, kernels):
     """Gates that all but close, behind some of a prompt's queries and before others."""
     given = spec(6, 2)
@@ -162,7 +162,12 @@ def test_what_later_tokens_forget_rounds_nothing_away(name, kernels):
     given, kv = gated(given, kv, 0.05)
     closed = torch.rand(kv.gates.shape, generator=torch.Generator().manual_seed(4)) < 0.1
     kv = replace(kv, gates=kv.gates.masked_fill(closed & kv.gates.isfinite(), -1e5))
-    backends = {"cpu": CpuBackend(kernels), "sdpa": SdpaAttention, "reference": ReferenceAttention}
+    backends = {
+        "cpu": CpuBackend(kernels),
+        "sdpa": SdpaAttention,
+        "reference": ReferenceAttention,
+        "triton": TritonHere,
+    }
     assert error(backends[name], given, q, kv, batch) < 1e-5
 
 
