@@ -49,7 +49,7 @@ class ReferenceAttention:
                 scores = scores + bias.at(own, positions[:, None] - key_positions)
             elif bias is not None:
                 scores = scores + bias.between(positions, key_positions)
-            if self.spec.gated:
+            if self.spec.gated and context:  # rows that a graph leaves unused have no keys
                 sums = forgotten(kv, batch)[r, :, :context]
                 own = sums[:, context - (rows.stop - rows.start) :, None]
                 scores = scores + (sums[:, None] - own).to(self.dtype)

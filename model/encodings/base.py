@@ -10,6 +10,7 @@ import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -128,7 +129,11 @@ class ForgetGates:
     def of(self, x: Tensor) -> Tensor:
         """x [T, width] → logarithms of the gates [T, heads], at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):  # which would compute in bfloat16
+        kind = x.device.type
+        exact: AbstractContextManager[object] = nullcontext()
+        if torch.amp.is_autocast_available(kind):  # which would compute in bfloat16
+            exact = torch.autocast(kind, enabled=False)
+        with exact:
             return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
 
 

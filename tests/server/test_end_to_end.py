@@ -26,7 +26,7 @@ from ropewalk.server.http import protocol
 from ropewalk.server.launch import build
 from ropewalk.server.launch.banner import ModelFacts
 from tests.model.checkpoints import llama, random_model, save
-from tests.model.tiny import CONFIG
+from tests.model.tiny import tiny
 from tests.server.fake_engine import configured, counting, make_engine, make_planner
 from tests.server.toy import CONTEXT, TEMPLATE, toy, toy_app
 
@@ -241,7 +241,7 @@ def test_a_lost_device_ends_the_process_with_status_70(monkeypatch, capsys, capl
         facts = ModelFacts(
             *("m", "fake", "rope", 100, 100, "cpu", "float32", "none", "float32", 8, 39, 4, False)
         )
-        build._register(metrics, facts, CONFIG, position_apart=True)
+        build._register(metrics, facts, tiny("nope"))
         place = Place([ReferenceAttention], torch.float32, torch.device("cpu"))
         served = toy("m", max_context=100)
         return [build.Loaded(served, engine, facts, place, make_planner(), None)]
