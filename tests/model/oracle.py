@@ -370,12 +370,8 @@ class RelativeKeys(NoPosition):
         clip, dim = self.options["clip"], self.config.head_dim
         size = (self.config.num_layers, clip + 1, dim)
         keys = torch.randn(size, generator=torch.Generator().manual_seed(9)).to(WIDE)[layer]
-        found = torch.zeros(len(queries), len(positions), len(positions), dtype=WIDE)
-        for head, q in enumerate(queries):
-            for i in range(len(positions)):
-                for j in range(i + 1):
-                    distance = min(int(positions[i] - positions[j]), clip)
-                    found[head, i, j] = q[i] @ keys[distance] / math.sqrt(dim)
+        distance = (positions[:, None] - positions).clip(0, clip)  # no key after its query is seen
+        found = torch.stack([(q @ keys.T / math.sqrt(dim)).gather(1, distance) for q in queries])
         return found.to(self.tables).to(WIDE)
 
 
