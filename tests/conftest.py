@@ -10,6 +10,8 @@ import pytest
 
 # Long, and late in the alphabet: they run first, so that no worker is left alone with one.
 FIRST = (
+    "browser/test_page.py",
+    "browser/test_panels.py",
     "server/test_end_to_end.py",
     "server/test_overflow.py",
     "server/test_provenance.py",
@@ -102,6 +104,18 @@ def _prepare(full):
     if not full:
         hypothesis.settings.register_profile("usual", max_examples=50)
         hypothesis.settings.load_profile("usual")
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Files as a whole to one worker, and those of a package that starts a browser together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "browser" if "tests/browser/" in file else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish():
