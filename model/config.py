@@ -70,7 +70,9 @@ class ModelConfig:
     embed_width: int | None = None  # of the embedding, when projected to `hidden_size` and back
     attention_scale: float | None = None  # factor on q · k; None: 1 / sqrt(head_dim)
     qkv_clip: float | None = None  # q, k and v are clamped to ± this
+    score_cap: float | None = None  # scores without bias go smoothly to ± this, as SoftCap has it
     logit_scale: float = 1.0  # factor on logits
+    logit_cap: float | None = None  # and then a SoftCap of them
 
     @property
     def qk_norm_widths(self) -> tuple[int, int]:

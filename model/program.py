@@ -138,6 +138,7 @@ class Attend(Op):
     window: int | None = None
     causal: bool = True
     crosses: bool = False  # to the encoded prompt
+    cap: float | None = None  # of scores without bias, as AttentionSpec has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +157,13 @@ class Activate(Op):
 class Scale(Op):
     factor: float
     part: Part = Part.EMBEDDING
+
+
+@dataclass(frozen=True, slots=True)
+class SoftCap(Op):
+    """most · tanh(x / most) (arXiv 2408.00118, section 2)."""
+
+    most: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +188,7 @@ PARTS: Mapping[type[Op], Part] = {
     Attend: Part.ATTENTION,
     Gate: Part.ACTIVATION,
     Activate: Part.ACTIVATION,
+    SoftCap: Part.HEAD,
     Add: Part.RESIDUAL,
     Keep: Part.RESIDUAL,
 }
@@ -221,7 +230,7 @@ class Program:
 
     @property
     def head(self) -> Linear:
-        """What makes logits, but for a factor; it reads what a batch calls hidden states."""
+        """What makes logits, but for a factor or cap; it reads what a batch calls hidden states."""
         return next(op for op in self.ops if isinstance(op, Linear) and op.part is Part.HEAD)
 
     @property

@@ -29,6 +29,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    SoftCap,
     Store,
     keeping,
     shapes_of,
@@ -117,6 +118,7 @@ class Layer:
             window=None if crosses else self.window,
             causal=self.causal and not crosses,
             crosses=crosses,
+            cap=config.score_cap,
         )
 
 
@@ -256,6 +258,8 @@ def head(config: ModelConfig, width: int) -> Iterator[Op]:
     yield Linear("x", "logits", "head", width, (config.vocab_size,), config.head_bias, Part.HEAD)
     if config.logit_scale != 1.0:
         yield Scale("logits", "logits", config.logit_scale, Part.HEAD)
+    if config.logit_cap is not None:
+        yield SoftCap("logits", "logits", config.logit_cap)
 
 
 def program(

@@ -155,10 +155,15 @@ class Fields:
         return self._as_number(key, value)
 
     def number(self, key: str) -> float:
-        value = self._stated(key)
+        value = self.number_or_null(key)
         if value is None:
             raise self.missing(key)
-        return self._as_number(key, value)
+        return value
+
+    def number_or_null(self, key: str) -> float | None:
+        """Absent, it means what the family says."""
+        value = self._stated(key)
+        return None if value is None else self._as_number(key, value)
 
     def _stated(self, key: str) -> object:
         """The value, None when it is null, and what it means when it is absent."""

@@ -43,6 +43,11 @@ def layer_types(fields: Fields, layers: int) -> list[str] | None:
     return types
 
 
+def alternating(layers: int) -> list[str]:
+    """From a window to all keys and back."""
+    return [(SLIDING, FULL)[layer % 2] for layer in range(layers)]
+
+
 def full_layers(fields: Fields, layers: int) -> Sequence[int]:
     """Which layers see all keys, from layer_types, or else every so manieth."""
     fields.get("sliding_window_pattern")

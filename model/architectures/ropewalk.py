@@ -171,5 +171,7 @@ READERS: dict[str, Reader] = {
     "embed_width": _integer(Most.WIDTH),
     "attention_scale": Fields.optional_number,
     "qkv_clip": Fields.optional_number,
+    "score_cap": Fields.optional_number,
     "logit_scale": Fields.optional_number,
+    "logit_cap": Fields.optional_number,
 }

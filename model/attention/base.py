@@ -51,6 +51,7 @@ class AttentionSpec:
     bias: type[ScoreBias | QueryBias] | None = None  # the kind that is added to scores
     storage: KeyStorage | None = None  # of stored keys that are not fully rotated yet
     gated: bool = False  # whether stored gates are added to scores, as `forgotten` has it
+    cap: float | None = None  # (q · k) · scale is `capped` to it, before anything is added
 
 
 def spec_for(
@@ -73,6 +74,7 @@ def spec_for(
         bias=bias,
         storage=storage,
         gated=first is not None and forgets(first),
+        cap=config.score_cap,
     )
 
 
@@ -130,6 +132,11 @@ def forgotten(kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype = torch.float
     unused = torch.arange(longest, device=tables.device) >= batch.context_lens[:, None]
     gates = gates.masked_fill(unused[:, None], 0).to(dtype)  # as slots may hold anything
     return F.pad(gates.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1))
+
+
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    """Softly between -cap and cap (arXiv 2408.00118, section 2); None: as it is."""
+    return x if cap is None else (x / cap).tanh() * cap
 
 
 def _dense(bias: MaterialisedBias | PairBias, batch: ForwardBatch, block_size: int) -> DenseBias:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import QueryBias
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -81,7 +81,8 @@ class ReferenceAttention:
         return torch.where(is_far, self._products(*far), self._products(*near))
 
     def _products(self, q: Tensor, keys: Tensor) -> Tensor:
-        return torch.einsum("qhd,khd->hqk", q, keys) * self.spec.scale
+        products = torch.einsum("qhd,khd->hqk", q, keys)
+        return capped(products * self.spec.scale, self.spec.cap)
 
     def hidden(self, rows: int, context: int, device: torch.device) -> Tensor:
         """[rows, context]: the keys that each of the last `rows` tokens does not attend to."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import QueryBias
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -115,18 +115,23 @@ class SdpaAttention:
                 near_mask = mask.masked_fill(is_far, -torch.inf)
                 mask = torch.cat((near_mask, mask.masked_fill(~is_far, -torch.inf)), dim=-1)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
-        out = F.scaled_dot_product_attention(
-            padded,
-            keys,
-            values,
-            attn_mask=mask,
-            scale=self.spec.scale,
-            enable_gqa=self.spec.num_heads != self.spec.num_kv_heads,
-        )
+        out = self._weighed(padded, keys, values, mask)
         # Not by a boolean mask, whose number of true values would have to be read from the device.
         request = batch.row_requests()
         column = torch.arange(len(request), device=q.device) - batch.query_starts[request]
         return out.transpose(1, 2)[request, column]
+
+    def _weighed(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """q [R, heads, max_query, ...] → the same, of values."""
+        spec, groups = self.spec, self.spec.num_heads // self.spec.num_kv_heads
+        if spec.cap is None:
+            return F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=groups > 1
+            )
+        keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = capped((q @ keys.mT).to(wide) * spec.scale, spec.cap) + mask
+        return scores.softmax(dim=-1).to(values.dtype) @ values
 
     def _gather(
         self, kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype

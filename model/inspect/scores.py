@@ -45,7 +45,7 @@ WITHIN = (
     "the position is part of every token's vector before layer 0, and what the layers made of it "
     "since cannot be told apart from the content; in layer 0 it can"
 )
-CLAMPED = "queries or keys are clamped in this model, and a sum that is clamped has no parts"
+CLAMPED = "queries, keys or scores are clamped in this model: a sum that is clamped has no parts"
 SEVERAL = "the encoding acts in several places at once, whose effects are not independent"
 
 
@@ -176,7 +176,7 @@ class Looked:
         if embeds(self.whole):
             self.why_not = WITHIN if layer else SEVERAL if self.kind == "several" else None
         if embeds(self.whole) and self.why_not is None:
-            self.placed = _placed(program, ops[:turns], executor, now)
+            self.placed = None if attend.cap else _placed(program, ops[:turns], executor, now)
             self.why_not = CLAMPED if self.placed is None else None
         before = executor.run(ops, range(turns), now, {})
         # Before anything turned them.
@@ -340,6 +340,8 @@ class Looked:
 
     def _turning(self) -> list[tuple[tuple[int, int], float]]:
         """Pairs of coordinates and radians per position, fastest first."""
+        if self.op.cap is not None:  # what pairs add up to is capped
+            return []
         encoding, some = self.encoding, min(self._served.context, 1 << 12)
         left = encoding.rotation()
         if left is not None and left.far is not None:  # a pair has no one speed

@@ -13,6 +13,7 @@ from ropewalk.model.attention.base import (
     AttentionBackend,
     AttentionSpec,
     StepBias,
+    capped,
     of_encoding,
     step_bias,
 )
@@ -43,6 +44,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    SoftCap,
     Store,
     live_after,
     part_of,
@@ -177,6 +179,7 @@ class TorchExecutor:
             Gate: _gate,
             Activate: _activate,
             Scale: _scale,
+            SoftCap: _soft_cap,
             Add: _add,
             Keep: _keep,
         }
@@ -232,6 +235,7 @@ def spec_of(op: Attend, program: Program) -> AttentionSpec:
         bias=bias,
         storage=storage,
         gated=op.encoding is not None and forgets(op.encoding),
+        cap=op.cap,
     )
 
 
@@ -351,6 +355,10 @@ def _activate(op: Activate, now: Pass, x: Tensor) -> Sequence[Tensor]:
 
 def _scale(op: Scale, now: Pass, x: Tensor) -> Sequence[Tensor]:
     return (x * op.factor,)
+
+
+def _soft_cap(op: SoftCap, now: Pass, x: Tensor) -> Sequence[Tensor]:
+    return (capped(x, op.most),)
 
 
 def _add(op: Add, now: Pass, x: Tensor, y: Tensor) -> Sequence[Tensor]:

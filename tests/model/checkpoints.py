@@ -74,6 +74,20 @@ def starcoder2(**changes):
     return transformers.Starcoder2Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
 
 
+def gemma2(**changes):
+    """Every other layer sees all keys; caps low enough to bend what they cap."""
+    shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "head_dim": 14}
+    more = {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "sliding_window": 19,
+        "query_pre_attn_scalar": 14,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 1.5,
+    }
+    return transformers.Gemma2Config(**COMMON | shape | more | changes)
+
+
 def gemma3(**changes):
     """Every third layer sees all keys; two key heads for four query heads, wider than usual."""
     shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "head_dim": 14}
@@ -197,7 +211,7 @@ def stored_values(name, values, config):
     if "query_key_value" in name:  # head by head in transformers, all of q first in GGUF
         parts = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
         return parts.swapaxes(0, 1).reshape(values.shape)
-    if config.model_type == "gemma3_text" and "norm" in name:
+    if config.model_type in ("gemma2", "gemma3_text") and "norm" in name:
         return 1 + values
     if config.model_type == "gpt2" and re.search(r"\.c_\w+\.weight$", name):
         return values.T  # stored the other way round by transformers
@@ -300,6 +314,10 @@ def describe_gated(writer, config):
     if "sliding_attention" in rope:
         base = gguf.Keys.Rope.FREQ_BASE_SWA.format(arch=writer.arch)
         writer.add_float32(base, rope["sliding_attention"]["rope_theta"])
+    if config.model_type == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.model_type == "granite":
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)

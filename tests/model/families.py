@@ -10,6 +10,7 @@ import transformers
 from tests.model import plain
 from tests.model.checkpoints import (
     exaone4,
+    gemma2,
     gemma3,
     granite,
     granite4,
@@ -138,6 +139,16 @@ GATED = {
     "granite4": row(granite4(), *ALL, answer=32),
     "granite4-unrotated": row(
         granite4(position_embedding_type=None, attention_bias=True, tie_word_embeddings=True)
+    ),
+    "gemma2": row(gemma2(), "gguf", *ALL, answer=32),
+    "gemma2-biases-untied-uncapped": row(
+        gemma2(
+            attention_bias=True,
+            tie_word_embeddings=False,
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+        ),
+        "one call",
     ),
     "gemma3": row(gemma3(), "gguf", *ALL, answer=32, **SCALED),
     "gemma3-biases-untied-scale": row(

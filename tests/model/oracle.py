@@ -47,7 +47,7 @@ class _Model:
             x = self.norm("norm", x)
         if config.embed_width is not None:
             x = self.linear("project_out", x)
-        return self.linear("head", x) * self.config.logit_scale
+        return self.capped(self.linear("head", x) * config.logit_scale, config.logit_cap)
 
     def block(self, layer, x, positions, rule):
         at = f"layers.{layer}."
@@ -98,11 +98,16 @@ class _Model:
             if config.qk_norm and not config.qk_norm_whole:
                 q, k = self.norm(f"{at}q_norm", q, "rms"), self.norm(f"{at}k_norm", k, "rms")
             scores = rule.products(layer, q, k, positions) * scale
+            scores = self.capped(scores, config.score_cap)
             if bias is not None:
                 scores = scores + bias[head]
             powers = (scores - scores.max()).exp() * self.seen(layer, len(x))
             gathered.append(powers @ v / powers.sum(dim=1, keepdim=True))
         return self.linear(f"{at}out", torch.cat(gathered, dim=1))
+
+    def capped(self, x, cap):
+        """Arxiv 2408.00118, section 2."""
+        return x if cap is None else cap * torch.tanh(x / cap)
 
     def seen(self, layer, count):
         """[queries, keys]: 1 where the key is neither after the query nor outside its window."""

@@ -187,6 +187,7 @@ SHAPES = {
     "neox": {"norm": "layer", "norm_bias": True, "gated": False, "activation": "gelu"}
     | {"block": "parallel", "head_bias": True},
     "gptj": {"norm": "layer", "gated": False, "block": "parallel_one_norm"},
+    "capped": {"score_cap": 0.4, "logit_cap": 0.9, "logit_scale": 1.3, "windows": WINDOWS},
     "bloom": {"embed_norm": True, "embed_scale": 3.0, "qkv_clip": 0.9, "attention_scale": 0.2},
 }
 

@@ -69,7 +69,9 @@ FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "embed_width": {"embed_width": 11},
     "attention_scale": {"attention_scale": 0.1},
     "qkv_clip": {"qkv_clip": 0.3},
+    "score_cap": {"score_cap": 0.3},
     "logit_scale": {"logit_scale": 0.4},
+    "logit_cap": {"logit_cap": 0.5},
 }
 
 

@@ -197,8 +197,12 @@ def test_what_a_position_adds_where_it_is_added_to_the_embedding():
         found = torch.einsum("hd,khd->hk", terms[of_q][0], terms[of_k][1]) * config.head_dim**-0.5
         torch.testing.assert_close(seen.terms[name], found.float(), atol=1e-4, rtol=1e-4)
     assert seen.position.abs().max() > 0.1
-    for most, possible in ((0.1, False), (1e3, True)):  # what is clamped is no sum
-        program = program_in(tiny("learned", qkv_clip=most))
+    for limit, possible in (
+        ({"qkv_clip": 0.1}, False),
+        ({"qkv_clip": 1e3}, True),
+        ({"score_cap": 1e3}, False),
+    ):  # what is clamped is no sum
+        program = program_in(tiny("learned", **limit))
         seen = Looked(program, program.ops, 0, TOKENS, use).explanation(36, None)
         assert (seen.terms is not None) == (seen.why_not is None) == possible
 

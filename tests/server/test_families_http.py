@@ -16,6 +16,7 @@ from tests.server.toy import asking, spelled_apart
 # Of each family the first row of the table, or one that has more to go wrong.
 CONFIGS = {row.config.model_type: row.config for row in reversed(FAMILIES.values())} | {
     "mistral": checkpoints.mistral(sliding_window=7),
+    "gemma2": checkpoints.gemma2(tie_word_embeddings=False),
     "xglm": plain.xglm(tie_word_embeddings=False),
     "bloom": plain.bloom(tie_word_embeddings=False),
     "falcon": plain.falcon(num_attention_heads=4, hidden_size=32, num_hidden_layers=1),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding, QueryBias, stored_gates
@@ -94,13 +94,13 @@ class DenseAttention:
         multiplied = [(by_head(each), by_head(its)) for each, its in filter(None, sides)]
         values = by_head(kv.values)
         sums = forgotten(kv, batch, torch.float32) if self.spec.gated else None
-        pieces = []
+        pieces, scale = [], self.spec.scale
         for first in range(0, length, QUERIES):
             last = min(first + QUERIES, length)
             end = last if self.spec.causal else length  # no query attends to a key after its own
             rows, columns = batch.positions[first:last], batch.positions[:end]
             scores, *far = (
-                queries[:, :, first:last] @ keys[:, :, :end].mT * self.spec.scale
+                capped(queries[:, :, first:last] @ keys[:, :, :end].mT * scale, self.spec.cap)
                 for queries, keys in multiplied
             )
             if rotation is not None and rotation.far is not None:

@@ -82,6 +82,7 @@ class CpuAttention:
             window=spec.window or 0,
             causal=int(spec.causal),
             scale=spec.scale,
+            cap=spec.cap or 0,
         )
         if batch.prompts is not None:
             arguments.prompts = batch.prompts.data_ptr()

@@ -39,7 +39,7 @@ class AttendArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("cosines", "sines")),
         *((name, c_int64) for name in ("pairs", "storage", "interleaved", "far")),
         *((name, c_void_p) for name in ("far_queries", "far_keys")),
-        *((name, c_double) for name in ("scale", "magnitude")),
+        *((name, c_double) for name in ("scale", "magnitude", "cap")),
     )
 
 

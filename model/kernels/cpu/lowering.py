@@ -51,6 +51,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    SoftCap,
     Store,
     live_after,
     part_of,
@@ -76,13 +77,14 @@ class Kind(IntEnum):
     KEEP = 12
     COPY = 13
     FORGET = 14
+    SOFT_CAP = 15
 
 
 KNOWN = {  # what `_lower` has a case for
     each.__name__
     for each in (
         *(Embed, Place, Norm, Linear, Clip, Forget, Rotate, Store),
-        *(AskQuery, Attend, Gate, Activate, Scale, Add, Keep),
+        *(AskQuery, Attend, Gate, Activate, Scale, SoftCap, Add, Keep),
     )
 }
 EACH_ROW, RUN, RESULT = 0, 1, 2  # program.hpp's codes for where a value lies
@@ -440,6 +442,9 @@ class Lowering:
             case Scale():
                 (x,) = self.in_place(op)
                 self.emit(Kind.SCALE, part, x=x, number=op.factor)
+            case SoftCap():
+                (x,) = self.in_place(op)
+                self.emit(Kind.SOFT_CAP, part, x=x, number=op.most)
             case Add():
                 first, second = op.reads.split()
                 x, y = self.read(first), self.read(second)

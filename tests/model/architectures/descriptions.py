@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ropewalk.model.architectures import gemma3_text
+from ropewalk.model.architectures import gemma2
 from ropewalk.model.architectures.base import by_gguf_name, by_model_type
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.granite import ScaledPreNorm
@@ -56,7 +56,7 @@ GATED = {
     "tie_word_embeddings": False,
 }
 # In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b, gpt-j-6b,
-# starcoder2-3b, gemma-3-270m and gemma-3-4b-it, whose spellings are older than today's.
+# starcoder2-3b, gemma-2-2b, gemma-3-270m and gemma-3-4b-it, whose spellings are older than today's.
 PLAIN = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("published/*"))}
 HF = {
     name: GATED | differs
@@ -174,12 +174,9 @@ GPTJ = {
     "activation": "gelu_tanh",
     "head_bias": True,
 }
-GEMMA3 = {
-    "qk_norm": True,
-    "tied_embeddings": True,
-    "activation": "gelu_tanh",
-    "block": gemma3_text.block,
-}
+GEMMA2 = {"tied_embeddings": True, "activation": "gelu_tanh", "block": gemma2.block}
+GEMMA3 = GEMMA2 | {"qk_norm": True}
+CAPS = {"score_cap": 50.0, "logit_cap": 30.0}
 STARCODER2 = BIASES | {"activation": "gelu_tanh", "num_kv_heads": 2}
 EXPECTED = {
     "llama": GATED_CONFIG,
@@ -244,6 +241,22 @@ def by_layer(windows, width, far=1e6, near=1e4, **scaled):
     }
 
 
+EXPECTED["gemma2"] = ModelConfig(
+    vocab_size=256000,
+    hidden_size=2304,
+    num_layers=26,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    intermediate_size=9216,
+    norm_eps=1e-6,
+    trained_context=8192,
+    embed_scale=2304**0.5,
+    attention_scale=1 / 16,
+    encoding=rope(1e4, 256),
+    windows=(4096, None) * 13,
+    **GEMMA2 | CAPS,
+)
 EXPECTED["gemma3"] = ModelConfig(
     vocab_size=262144,
     hidden_size=640,
@@ -323,6 +336,9 @@ OWN_GGUF = {
     "mpt": PLAIN_GGUF | {"attention.max_alibi_bias": 8.0},
     "gptneox": PLAIN_GGUF | {"rope.dimension_count": 4, "use_parallel_residual": True},
     "gptj": PLAIN_GGUF | {"rope.dimension_count": 4},
+    "gemma2": GGUF
+    | {"attention.sliding_window": 8}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3": GGUF | {"attention.sliding_window": 8, "attention.sliding_window_pattern": 2},
     "starcoder2": PLAIN_GGUF | {"attention.head_count_kv": 2, "rope.freq_base": 1e5},
 }
@@ -340,6 +356,13 @@ EXPECTED_GGUF = {
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),
     "gptj": plain(2, 6, 48, 99, **GPTJ, encoding=rope(1e4, 4, "interleaved")),
+    "gemma2": replace(
+        GATED_CONFIG,
+        embed_scale=48**0.5,
+        attention_scale=8**-0.5,
+        windows=(8, None, 8),
+        **GEMMA2 | CAPS,
+    ),
     "gemma3": replace(
         GATED_CONFIG,
         embed_scale=48**0.5,
@@ -357,7 +380,7 @@ def from_gguf(arch="llama", tensors=None, stored=None, elsewhere=None, **own):
     with the architecture's name. own: metadata whose keys do.
     """
     if tensors is None:
-        tensors = TIED if arch in ("bloom", "mpt", "gemma3") else TENSORS
+        tensors = TIED if arch in ("bloom", "mpt", "gemma2", "gemma3") else TENSORS
     values = {
         f"{arch}.{key}": value for key, value in changed(OWN_GGUF.get(arch, GGUF), own).items()
     }

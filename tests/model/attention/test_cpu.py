@@ -23,8 +23,9 @@ class InParts(SdpaAttention):
     most_pairs = 0
 
 
-def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None, causal=True):
-    return AttentionSpec(heads, kv_heads, head_dim, head_dim**-0.5, dtype, CPU, window, causal)
+def spec(heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=None, causal=True, cap=None):
+    scale = head_dim**-0.5
+    return AttentionSpec(heads, kv_heads, head_dim, scale, dtype, CPU, window, causal, cap=cap)
 
 
 def problem(given, block_size, lengths):
@@ -66,9 +67,10 @@ def biases(heads, batch):
     heads=((1, 1), (6, 2), (5, 1), (8, 8)),
     block_size=(1, 5, 16),
     window=(None, 1, 7),
+    cap=(None, 0.7),
 )
-def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, kernels):
-    given = spec(*heads, head_dim, window=window)
+def test_fast_backends_equal_the_reference(head_dim, heads, block_size, window, cap, kernels):
+    given = spec(*heads, head_dim, window=window, cap=cap)
     q, kv, batch = problem(given, block_size, [(0, 9), (30, 1), (17, 4), (0, 1)])
     for bias in biases(given.num_heads, batch):
         exact = ReferenceAttention(given)(q, kv, batch, bias, None)

@@ -53,7 +53,10 @@ def by_hand(given, q, kv, batch, bias, rope, near, group):
         rest = torch.einsum(
             "qhd,khd->hqk", queries[..., rope.width :], keys[..., rope.width :].double()
         )
-        scores = (turned.real + rest) * given.scale + bias.between(own, at)
+        scores = (turned.real + rest) * given.scale
+        if given.cap:
+            scores = given.cap * torch.tanh(scores / given.cap)
+        scores = scores + bias.between(own, at)
         hidden = exact.hidden(rows.stop - rows.start, context, q.device)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         out[rows] = torch.einsum("hqk,khd->qhd", weights, values.double())
@@ -87,11 +90,12 @@ def problem_of(given, block_size, order, side, **options):
     block_size=[1, 5, 16],
     order=ORDERS,
     window=[None, 30],
+    cap=[None, 0.7],
 )
 def test_scores_are_those_of_each_distance(
-    side, dtype, heads, layout, block_size, order, window, kernels
+    side, dtype, heads, layout, block_size, order, window, cap, kernels
 ):
-    given = spec(*heads, dtype, window)
+    given = spec(*heads, dtype, window, cap=cap)
     asked, exact = problem_of(given, block_size, order, side, layout=layout, width=24)
     for backend in backends(kernels):
         assert (backend(given)(*asked) - exact).abs().max() <= TOLERANCE[dtype]
@@ -109,8 +113,8 @@ def test_positions_may_lie_anyhow(kernels):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("side", ["self-extend", "one group"])
-def test_in_triton(side):
-    given = spec(6, 2, 40, torch.float32)
+@pytest.mark.parametrize(("side", "cap"), [("self-extend", None), ("one group", 0.7)])
+def test_in_triton(side, cap):
+    given = spec(6, 2, 40, torch.float32, cap=cap)
     asked, exact = problem_of(given, 16, "in order", side, layout="interleaved", width=24)
     assert (TritonHere(given)(*asked) - exact).abs().max() <= TOLERANCE[torch.float32]

@@ -41,10 +41,15 @@ def backends(kernels, dtype=torch.float32):
 
 
 @pairs(
-    head_dim=(10, 64), heads=[(6, 2), (8, 1)], block_size=(5, 16), window=(None, 7), dtype=TOLERANCE
+    head_dim=(10, 64),
+    heads=[(6, 2), (8, 1)],
+    block_size=(5, 16),
+    window=(None, 7),
+    cap=(None, 0.7),
+    dtype=TOLERANCE,
 )
-def test_every_bias(head_dim, heads, block_size, window, dtype, kernels):
-    given = spec(*heads, head_dim, dtype, window)
+def test_every_bias(head_dim, heads, block_size, window, cap, dtype, kernels):
+    given = spec(*heads, head_dim, dtype, window, cap=cap)
     q, kv, batch = problem(given, block_size, LENGTHS)
     for bias in biases(given.num_heads, batch):
         exact = exactly(given, q, kv, batch, bias, None)

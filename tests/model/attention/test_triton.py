@@ -28,11 +28,11 @@ ROUNDING = 1e-5
 # (keys in the cache, new rows): of one row and of several, and in the first of no block's length.
 LENGTHS = [(30, 1), (17, 2), (0, 9)]
 LONG = [(2 * SPLIT + 9, 1), (SPLIT - 1, 1), (SPLIT, 1)]  # splits full and of one key too
-SHAPES = {  # heads, key heads, head_dim, window, causal, block size
-    "grouped": (6, 2, 64, None, True, 16),
-    "odd": (3, 1, 10, 7, True, 5),
-    "many": (20, 1, 80, None, False, 16),
-    "both-ways": (2, 2, 16, 7, False, 1),
+SHAPES = {  # heads, key heads, head_dim, window, causal, cap, block size
+    "grouped": (6, 2, 64, None, True, None, 16),
+    "odd": (3, 1, 10, 7, True, 0.7, 5),
+    "many": (20, 1, 80, None, False, None, 16),
+    "both-ways": (2, 2, 16, 7, False, 0.4, 1),
 }
 
 
@@ -51,14 +51,14 @@ def error(given, bias, lengths, block_size, changed=lambda given, bias: (given, 
 @pytest.mark.parametrize("bias", range(6))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_chunks_and_single_rows_in_one_batch(shape, bias):
-    *shape, window, causal, block_size = SHAPES[shape]
-    given = spec(*shape, window=window, causal=causal)
+    *shape, window, causal, cap, block_size = SHAPES[shape]
+    given = spec(*shape, window=window, causal=causal, cap=cap)
     assert error(given, bias, LENGTHS, block_size) < ROUNDING
 
 
-@pytest.mark.parametrize("window", [None, SPLIT + 3])
-def test_a_long_request_of_one_row_is_split_and_merged(window):
-    given = spec(2, 1, 16, window=window)
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (SPLIT + 3, 0.7)])
+def test_a_long_request_of_one_row_is_split_and_merged(window, cap):
+    given = spec(2, 1, 16, window=window, cap=cap)
     # Of keys, so that those far back count as much as the last.
     assert error(given, 3, LONG, 16) < ROUNDING
 

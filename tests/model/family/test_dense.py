@@ -12,7 +12,12 @@ from tests.model.tiny import ENCODINGS, in_torch, program_of, tiny
 
 WINDOWS, LENGTH = 3, 40
 TOKENS = torch.randint(61, (WINDOWS, LENGTH), generator=torch.Generator().manual_seed(1))
-SHAPES = {"plain": {}, "windowed": {"windows": (None, 7, 20)}, "normed": {"qk_norm": True}}
+SHAPES = {
+    "plain": {},
+    "windowed": {"windows": (None, 7, 20)},
+    "normed": {"qk_norm": True},
+    "capped": {"score_cap": 0.3, "logit_cap": 0.9},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ropewalk.model.architectures import gemma3_text
+from ropewalk.model.architectures import gemma2
 from ropewalk.model.architectures.olmo2 import norm_of_added
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.config import EncodingSpec
@@ -34,7 +34,7 @@ SHAPES = {
     "heads as wide as the stream": {"qk_norm": True, "hidden_size": 8},
     "parallel": {"block": "parallel", "logit_scale": 0.3},
     "norms last": {"block": "post_norm"},
-    "norms around": {"block": gemma3_text.block, "qk_norm": True},
+    "norms around": {"block": gemma2.block, "qk_norm": True, "score_cap": 0.3, "logit_cap": 0.9},
     "in any order": {"block": in_any_order},
     "in 8 bits": {},
     # All queries are as wide as the residual stream, all keys are not.

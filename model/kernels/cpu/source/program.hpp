@@ -121,7 +121,7 @@ inline void activate_row(const T *x, const T *up, T *y, int64_t width, int64_t a
 
 enum Kind : int64_t {
   kEmbed, kPlace, kNorm, kLinear, kClip, kRotate, kStore, kAttend, kGate, kActivate, kScale, kAdd,
-  kKeep, kCopy, kForget,
+  kKeep, kCopy, kForget, kSoftCap,
 };
 
 // Columns of a value; without any, nothing.
@@ -218,6 +218,7 @@ class Rows {
       case kKeep: return keep(team, op);
       case kCopy: return copy(team, op);
       case kForget: return forget(team, op);
+      case kSoftCap: return soft_cap(team, op);
     }
   }
 
@@ -352,6 +353,17 @@ class Rows {
     each(team, [=, &op](int64_t r) {
       activate_row<T>(x + r * op.x.width, nullptr, to + r * op.to.width, op.to.count,
                       op.activation);
+    });
+  }
+
+  void soft_cap(Team &team, const OpArguments &op) const {
+    T *x = at(op.x);
+    const float cap = float(op.number);
+    const int64_t step = op.x.width, count = op.x.count;
+    each(team, [=](int64_t r) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        narrow(soft_capped(widen(x[r * step + i]), cap), x + r * step + i);
     });
   }
 

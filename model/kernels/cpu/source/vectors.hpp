@@ -259,6 +259,12 @@ inline Vec<Real> exponentials(Real *x, int64_t count, Real base) {
   return sum;
 }
 
+// cap · tanh(x / cap).
+template <class Real>
+inline Real soft_capped(Real x, Real cap) {
+  return cap - 2 * cap / (1 + exponential(x * (2 / cap)));
+}
+
 // x in 8 bits: equal steps, the largest magnitude at ±127. cache/kv.py defines it, and both
 // give the same bits.
 template <class T>

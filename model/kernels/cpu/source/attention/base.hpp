@@ -37,7 +37,7 @@ extern "C" struct AttendArguments {
   int64_t pairs, storage, interleaved;
   int64_t far;  // positions between a query and keys of the far side, or more; 0: all are near
   const int64_t *far_queries, *far_keys;  // [positions] whose angles these have on the far side
-  double scale, magnitude;
+  double scale, magnitude, cap;  // cap: scores without bias go smoothly to ± this; 0: none
 };
 // What is left to rotate stored keys by, when queries are not rotated yet.
 constexpr int64_t kNothing = 0, kPosition = 1, kBase = 2;
@@ -407,6 +407,7 @@ class Attending {
     for (int64_t r = 0; r < count; ++r) {
       Real *own = scores + r * kKeys;
       if constexpr (kScaled) scale(key_scales_, keys, own);
+      if (a_.cap) soft_cap(padded, own);
       add_bias(chunk, states[r], query + r, first, keys, own);
       if (!all_seen) hide(query + r, first, keys, own);
       most[r] = load(own);
@@ -431,6 +432,13 @@ class Attending {
       if constexpr (kScaled) scale(value_scales_, keys, own);
     }
     return counts;
+  }
+
+  // Apart, so that the loop around it stays as small as without.
+  __attribute__((noinline)) void soft_cap(int64_t count, Real *scores) const {
+    const Real cap = Real(a_.cap);
+#pragma omp simd
+    for (int64_t n = 0; n < count; ++n) scores[n] = soft_capped(scores[n], cap);
   }
 
   // Excludes keys that the query does not see, and the padding up to whole vectors.
