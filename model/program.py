@@ -288,6 +288,13 @@ def shapes_of(ops: Sequence[Op]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def of_norms(ops: Sequence[Op]) -> set[str]:
+    """Names of the norms' weights. These are float32 or wider: they are few, and of Gemma's, which
+    are 1 and a stored difference, bfloat16 would keep little of that."""
+    norms = [op for op in ops if isinstance(op, Norm)]
+    return {f"{op.name}.{part}" for op in norms for part in ("weight", "bias")}
+
+
 def quantized(program: Program, bits: Literal[8, 4] = 8) -> Program:
     """With rounded matrices, except those of encodings; a tied embedding stays as it is."""
     linears = (op for op in (*program.prompt_ops, *program.ops) if isinstance(op, Linear))

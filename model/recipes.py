@@ -32,6 +32,7 @@ from ropewalk.model.program import (
     SoftCap,
     Store,
     keeping,
+    of_norms,
     shapes_of,
 )
 from ropewalk.model.weights.quantize import Weight
@@ -283,10 +284,15 @@ def allocate(
 ) -> dict[str, Tensor]:
     """Memory for all weights but the encodings', uninitialised."""
     ops, prompt_ops = _ops(config, encoding, encoder_encoding)
-    shapes = shapes_of((*prompt_ops, *ops))
+    every = (*prompt_ops, *ops)
+    shapes, norms = shapes_of(every), of_norms(every)
     if config.tied_embeddings:
         del shapes["head.weight"]
-    made = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    made = {
+        name: torch.empty(shape, dtype=wide if name in norms else dtype, device=device)
+        for name, shape in shapes.items()
+    }
     return made | ({"head.weight": made["embed.weight"]} if config.tied_embeddings else {})
 
 

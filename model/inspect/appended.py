@@ -19,7 +19,7 @@ from ropewalk.model.encodings.base import EncodingError, create, find
 from ropewalk.model.inspect import audit_arms
 from ropewalk.model.inspect.audit import AuditStep, Watch, bytes_differ
 from ropewalk.model.loading.checkpoints import InUse, load_encoding, read_parameter
-from ropewalk.model.program import Program
+from ropewalk.model.program import Program, of_norms
 
 OWN = "own"
 MOST_WORK = 1e11  # operations, for which a CPU takes some seconds
@@ -130,9 +130,11 @@ def first_layers(used: InUse, layers: int, vocabulary: Sequence[int]) -> Program
     encoding = create(short.encoding, short, used.context, audit_arms.CPU)
     load_encoding(checkpoint, encoding)
     weights = recipes.allocate(short, encoding, dtype=audit_arms.DTYPE, device=audit_arms.CPU)
+    norms = of_norms(recipes.program(short, {}, encoding).ops)
     for name, weight in weights.items():
         if name != "head.weight":
-            stored = read_parameter(checkpoint, name, used.dtype)
+            dtype = torch.float32 if name in norms else used.dtype
+            stored = read_parameter(checkpoint, name, dtype)
             weight.copy_(stored[list(vocabulary)] if name == "embed.weight" else stored)
     return recipes.program(short, weights, encoding)
 

@@ -34,7 +34,18 @@ from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.explain.rotating import find_pair_rotation
 from ropewalk.model.layers.executor import Pass, TorchExecutor, in_heads, linear, rotated, spec_of
 from ropewalk.model.loading.checkpoints import InUse, load_encoding, read_parameter
-from ropewalk.model.program import Attend, Clip, Linear, Norm, Op, Place, Program, Rotate, Scale
+from ropewalk.model.program import (
+    Attend,
+    Clip,
+    Linear,
+    Norm,
+    Op,
+    Place,
+    Program,
+    Rotate,
+    Scale,
+    of_norms,
+)
 from ropewalk.model.weights.quantize import Weight, round_matrices
 
 CPU = torch.device("cpu")
@@ -98,12 +109,14 @@ class Weights(Mapping[str, Weight]):
     def __init__(self, served: InUse, ops: Sequence[Op]) -> None:
         self._served = served
         self._matrices = {f"{op.name}.weight" for op in ops if isinstance(op, Linear)}
+        self._norms = of_norms(ops)
         self._embedding: Tensor | None = None  # which says what the dtype is
 
     def __getitem__(self, name: str) -> Weight:
         if name == "embed.weight" and self._embedding is not None:
             return self._embedding
-        weight = read_parameter(self._served.checkpoint, name, self._served.dtype)
+        dtype = torch.float32 if name in self._norms else self._served.dtype
+        weight = read_parameter(self._served.checkpoint, name, dtype)
         if name == "embed.weight":
             self._embedding = weight
         if self._served.bits is None or name not in self._matrices:

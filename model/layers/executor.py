@@ -241,10 +241,12 @@ def spec_of(op: Attend, program: Program) -> AttentionSpec:
 
 def norm(op: Norm, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """Over each `op.width` columns of x [T, width]; in float32 or wider."""
-    groups = in_heads(x, op.width)
+    groups = in_heads(x, op.width).to(weight.dtype)
     if op.centred:
-        return F.layer_norm(groups, (op.width,), weight, bias, op.eps).flatten(1)
-    return F.rms_norm(groups, (op.width,), weight, op.eps).flatten(1)
+        groups = F.layer_norm(groups, (op.width,), weight, bias, op.eps)
+    else:
+        groups = F.rms_norm(groups, (op.width,), weight, op.eps)
+    return groups.to(x.dtype).flatten(1)
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -176,6 +176,19 @@ def test_the_text_of_a_model_with_images_and_a_head_of_its_own(older, tmp_path):
     check_folder(tmp_path, text, row)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_norms_that_are_stored_as_differences_are_not_rounded(family, tmp_path):
+    """In bfloat16 1 + w would lose most of what w says."""
+    model = drawn(FAMILIES[family].config).bfloat16()
+    folder = checkpoints.save(model, tmp_path)
+    program = checkpoints.loaded(open_checkpoint(folder), torch.bfloat16).executor.program
+    for layer, block in enumerate(model.model.layers):
+        theirs = 1 + block.pre_feedforward_layernorm.weight.float()
+        assert torch.equal(program.full(f"layers.{layer}.mlp_norm.weight"), theirs)
+        assert not torch.equal(theirs.bfloat16().float(), theirs)
+    assert program.dtype is torch.bfloat16
+
+
 def test_both_names_of_the_head(tmp_path):
     """transformers writes the one of the published files, or the other when told to."""
     model = saved(trained_neox(), tmp_path / "renamed")

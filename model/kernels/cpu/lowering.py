@@ -461,8 +461,8 @@ class Lowering:
         to = x if op.writes == op.reads else self.write(op.writes, x.count)
         bias = self.program.bias(op)
         norm = NormArguments(
-            weight=self.hold(f"{op.name}.weight", self.program.full(f"{op.name}.weight")),
-            bias=None if bias is None else self.hold(f"{op.name}.bias", bias),
+            weight=self.hold(f"{op.name}.weight", self.program.full(f"{op.name}.weight").float()),
+            bias=None if bias is None else self.hold(f"{op.name}.bias", bias.float()),
             centred=op.centred,
         )
         self.emit(Kind.NORM, Part.NORM, x=x, to=to, norm=norm, head_dim=op.width, number=op.eps)

@@ -21,7 +21,7 @@ namespace {
 
 // RMSNorm, or LayerNorm where rows are centred.
 extern "C" struct NormArguments {
-  const void *weight, *bias;  // [width]; a bias may be null
+  const float *weight, *bias;  // [width]; a bias may be null
   int64_t centred;
 };
 
@@ -45,20 +45,20 @@ inline float sum_over(const T *x, int64_t width, const Of &of) {
 // rows are not centred; x and y may be the same.
 template <class T>
 inline void norm_row(const NormArguments &norm, const T *x, T *y, int64_t width, float eps) {
-  const T *weight = static_cast<const T *>(norm.weight), *bias = static_cast<const T *>(norm.bias);
+  const float *weight = norm.weight, *bias = norm.bias;
   const float mean =
       norm.centred ? sum_over(x, width, [](auto some) { return some; }) / float(width) : 0.0f;
   const auto square = [mean](auto some) { return (some - mean) * (some - mean); };
   const float scale = 1.0f / std::sqrt(sum_over(x, width, square) / float(width) + eps);
   int64_t i = 0;
   for (; i + kLanes<float> <= width; i += kLanes<float>) {
-    Vec<float> scaled = (load_wide(x + i) - mean) * scale * load_wide(weight + i);
-    if (bias) scaled += load_wide(bias + i);
+    Vec<float> scaled = (load_wide(x + i) - mean) * scale * load(weight + i);
+    if (bias) scaled += load(bias + i);
     store_as(scaled, y + i);
   }
   for (; i < width; ++i) {
-    const float scaled = (widen(x[i]) - mean) * scale * widen(weight[i]);
-    narrow(bias ? scaled + widen(bias[i]) : scaled, y + i);
+    const float scaled = (widen(x[i]) - mean) * scale * weight[i];
+    narrow(bias ? scaled + bias[i] : scaled, y + i);
   }
 }
 // Writes one token's keys, or values, to the cache. scales: those of all tokens, or null.
