@@ -54,7 +54,7 @@ class Exaone4(GatedDecoder):
             for without_effect in ("layer_types", "sliding_window_pattern"):
                 fields.get(without_effect)
             return None
-        return _without(kinds.full_layers(fields, layers), layers)
+        return kinds.without(kinds.full_layers(fields, layers), layers)
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         return kinds.windows_in_gguf(fields, "exaone4.", layers)
@@ -62,8 +62,4 @@ class Exaone4(GatedDecoder):
     def rotated_layers_in_gguf(self, fields: Fields, layers: int) -> Sequence[int] | None:
         if fields.get("exaone4.attention.sliding_window") is None:
             return None
-        return _without(kinds.full_layers_in_gguf(fields, "exaone4.", layers), layers)
-
-
-def _without(full: Sequence[int], layers: int) -> Sequence[int]:
-    return [layer for layer in range(layers) if layer not in full]
+        return kinds.without(kinds.full_layers_in_gguf(fields, "exaone4.", layers), layers)

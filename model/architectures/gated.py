@@ -34,6 +34,8 @@ class GatedDecoder(Architecture):
     qk_norm: bool = False
     norm_order: stored.Order | None = None  # how safetensors store the weights of norms
     hidden_act: tuple[str, str] = ("hidden_act", "silu")  # the activation's key, and default
+    norm_eps: str = "rms_norm_eps"
+    gguf_norm_eps: str = "attention.layer_norm_rms_epsilon"
     gguf_pairs: bool = False  # q and k rows of GGUF are permuted: rotated pairs are adjacent
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
@@ -108,7 +110,7 @@ class GatedDecoder(Architecture):
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=fields.integer("intermediate_size", Most.FFN_WIDTH),
-            norm_eps=fields.number("rms_norm_eps"),
+            norm_eps=fields.number(self.norm_eps),
             trained_context=_trained_context(fields, encoding, context),
             encoding=encoding,
             windows=self.windows(fields, layers),
@@ -150,7 +152,7 @@ class GatedDecoder(Architecture):
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
-            norm_eps=fields.number(own + "attention.layer_norm_rms_epsilon"),
+            norm_eps=fields.number(own + self.gguf_norm_eps),
             trained_context=rotation_gguf.trained_context_in_gguf(fields, own, encoding, context),
             encoding=encoding,
             windows=self.windows_in_gguf(fields, layers),

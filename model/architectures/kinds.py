@@ -58,6 +58,11 @@ def full_layers(fields: Fields, layers: int) -> Sequence[int]:
     return range(every - 1, layers, every)
 
 
+def without(some: Sequence[int], layers: int) -> Sequence[int]:
+    """The other layers."""
+    return [layer for layer in range(layers) if layer not in some]
+
+
 def windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
     """sliding_window in all layers but the full ones."""
     window = fields.integer("sliding_window", Most.CONTEXT)

@@ -74,6 +74,14 @@ def starcoder2(**changes):
     return transformers.Starcoder2Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
 
 
+def cohere2(**changes):
+    """Every third layer sees all keys and is not rotated."""
+    shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
+    windows = {"sliding_window": 19, "sliding_window_pattern": 3, "num_hidden_layers": 4}
+    more = {"num_key_value_heads": 2, "logit_scale": 0.3, **windows}
+    return transformers.Cohere2Config(**COMMON | shape | more | changes)
+
+
 def gemma2(**changes):
     """Every other layer sees all keys; caps low enough to bend what they cap."""
     shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "head_dim": 14}
@@ -279,7 +287,7 @@ def gguf_writer(path, config, more=None):
     ffn_width = first_of(config, "intermediate_size", "n_inner") or 4 * config.hidden_size
     writer.add_feed_forward_length(ffn_width)
     writer.add_head_count(config.num_attention_heads)
-    if hasattr(config, "rms_norm_eps"):
+    if hasattr(config, "rms_norm_eps") or config.model_type == "cohere2":
         describe_gated(writer, config)
     else:
         describe_plain(writer, config)
@@ -294,7 +302,13 @@ def first_of(config, *names):
 def describe_gated(writer, config):
     head_dim = getattr(config, "head_dim", None)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if head_dim is not None:
@@ -303,7 +317,10 @@ def describe_gated(writer, config):
     if config.model_type in ("llama", "mistral"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)
-    if config.model_type in ("gemma3_text", "exaone4", "olmo3") and config.sliding_window:
+    if (
+        config.model_type in ("gemma3_text", "exaone4", "olmo3", "cohere2")
+        and config.sliding_window
+    ):
         writer.add_sliding_window(config.sliding_window)
         windows = [kind == "sliding_attention" for kind in config.layer_types]
         pattern = gguf.Keys.Attention.SLIDING_WINDOW_PATTERN.format(arch=writer.arch)

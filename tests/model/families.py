@@ -9,6 +9,7 @@ import transformers
 
 from tests.model import plain
 from tests.model.checkpoints import (
+    cohere2,
     exaone4,
     gemma2,
     gemma3,
@@ -139,6 +140,11 @@ GATED = {
     "granite4": row(granite4(), *ALL, answer=32),
     "granite4-unrotated": row(
         granite4(position_embedding_type=None, attention_bias=True, tie_word_embeddings=True)
+    ),
+    "cohere2": row(cohere2(), "gguf", *ALL, answer=32),
+    "cohere2-biases-untied": row(
+        cohere2(attention_bias=True, tie_word_embeddings=False, num_key_value_heads=None),
+        "one call",
     ),
     "gemma2": row(gemma2(), "gguf", *ALL, answer=32),
     "gemma2-biases-untied-uncapped": row(

@@ -56,7 +56,8 @@ GATED = {
     "tie_word_embeddings": False,
 }
 # In the form of bloom-560m, mpt-7b, falcon-rw-1b, pythia-70m, gpt-neox-20b, gpt-j-6b,
-# starcoder2-3b, gemma-2-2b, gemma-3-270m and gemma-3-4b-it, whose spellings are older than today's.
+# starcoder2-3b, c4ai-command-r7b-12-2024, gemma-2-2b, gemma-3-270m and gemma-3-4b-it, whose
+# spellings are older than today's.
 PLAIN = {path.stem: path.read_text() for path in sorted(Path(__file__).parent.glob("published/*"))}
 HF = {
     name: GATED | differs
@@ -241,6 +242,23 @@ def by_layer(windows, width, far=1e6, near=1e4, **scaled):
     }
 
 
+COHERE2 = {"norm": "layer", "block": "parallel_one_norm"}
+EXPECTED["cohere2"] = ModelConfig(
+    vocab_size=256000,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14336,
+    norm_eps=1e-5,
+    trained_context=132096,
+    encoding=rope(5e4, 128, "interleaved", layers=[i for i in range(32) if (i + 1) % 4]),
+    windows=(4096, 4096, 4096, None) * 8,
+    tied_embeddings=True,
+    logit_scale=0.25,
+    **COHERE2,
+)
 EXPECTED["gemma2"] = ModelConfig(
     vocab_size=256000,
     hidden_size=2304,
@@ -328,6 +346,9 @@ PLAIN_GGUF = {
     "attention.layer_norm_epsilon": 1e-5,
 }
 OWN_GGUF = {
+    "cohere2": {key: value for key, value in GGUF.items() if "rms" not in key}
+    | {"attention.layer_norm_epsilon": 1e-5, "attention.sliding_window": 40}
+    | {"logit_scale": 0.25, "rope.dimension_count": 8, "rope.scaling.type": "none"},
     "exaone4": GGUF | {"attention.sliding_window": 40, "attention.sliding_window_pattern": 3},
     "granite": GGUF
     | {"embedding_scale": 12.0, "attention.scale": 0.0078125}
@@ -356,6 +377,14 @@ EXPECTED_GGUF = {
     "mpt": plain(2, 6, 48, 99, **MPT),
     "gptneox": plain(2, 6, 48, 99, **NEOX, encoding=rope(1e4, 4)),
     "gptj": plain(2, 6, 48, 99, **GPTJ, encoding=rope(1e4, 4, "interleaved")),
+    "cohere2": replace(
+        GATED_CONFIG,
+        encoding=rope(5e5, 8, "interleaved", layers=[0, 1, 2]),
+        windows=(40, 40, 40),
+        tied_embeddings=True,
+        logit_scale=0.25,
+        **COHERE2,
+    ),
     "gemma2": replace(
         GATED_CONFIG,
         embed_scale=48**0.5,
@@ -380,7 +409,7 @@ def from_gguf(arch="llama", tensors=None, stored=None, elsewhere=None, **own):
     with the architecture's name. own: metadata whose keys do.
     """
     if tensors is None:
-        tensors = TIED if arch in ("bloom", "mpt", "gemma2", "gemma3") else TENSORS
+        tensors = TIED if arch in ("bloom", "mpt", "cohere2", "gemma2", "gemma3") else TENSORS
     values = {
         f"{arch}.{key}": value for key, value in changed(OWN_GGUF.get(arch, GGUF), own).items()
     }

@@ -41,6 +41,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq
 LONGROPE = {"type": "longrope", "short_factor": [1.5] * 48, "long_factor": [3.0] * 48}
 # Where keys count that usually do not.
 CASES = {
+    "cohere2": {"rope_scaling": LLAMA3},
     "exaone4": {"rope_scaling": LLAMA3},
     "gpt_neox": {"rope_scaling": LLAMA3},
     "granite": {"rope_scaling": LLAMA3},

@@ -390,6 +390,17 @@ def test_gguf_of_gpt_neox_and_gpt_j():
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 
+def test_cohere_2_is_rotated_by_window():
+    full, window = "full_attention", "sliding_attention"
+    found = hf("cohere2", layer_types=[full, window] + [full] * 30)
+    assert found.encoding.options["layers"] == [1]
+    assert found.windows == (None, 4096) + (None,) * 30
+    found = from_gguf("cohere2", block_count=8)
+    assert found.encoding.options["layers"] == [0, 1, 2, 4, 5, 6]
+    refused("rotary_pct is not supported, but 1", "cohere2", rotary_pct=0.5)
+    refused("sliding_window is missing", "cohere2", sliding_window=None)
+
+
 def test_gguf_of_granite_4():
     """As llama.cpp's converter writes it where nothing is an expert or a state space."""
     more = ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
