@@ -163,7 +163,7 @@ class TritonAttention:
             "BLOCK_SIZE": kv.keys.shape[1],
             "WINDOW": spec.window or 0,
             "CAUSAL": spec.causal,
-            "CAP": spec.cap or 0.0,
+            "CAP": spec.cap,
             "SCALED": isinstance(kv, Int8LayerKV),
             "KEYS": max(LEAST, min(MOST_KEYS, keys)),
             "num_stages": self.stages if keys >= LEAST else LEAST_STAGES,

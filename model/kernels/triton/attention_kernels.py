@@ -70,7 +70,7 @@ def attend(
     INTERLEAVED: tl.constexpr,
     FAR: tl.constexpr,
     GATED: tl.constexpr,
-    CAP: tl.constexpr,  # scores without bias go smoothly to ± this; 0: none
+    CAP: tl.constexpr,  # scores without bias go smoothly to ± this; or None
     SPLIT: tl.constexpr,  # keys per split, for requests of one row; 0: for all others, unsplit
     QUERIES: tl.constexpr,  # rows of a tile
     KEYS: tl.constexpr,  # columns of a tile
@@ -201,7 +201,7 @@ def attend(
             scores *= scale
             if SCALED:
                 scores *= tl.load(key_scales + number, mask=used, other=0.0)[None, :]
-            if CAP:
+            if CAP is not None:
                 scores = CAP * (2 * tl.sigmoid(scores * (2 / CAP)) - 1)  # tanh
 
             seen = live[:, None] & used[None, :]

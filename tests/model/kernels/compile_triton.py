@@ -42,7 +42,7 @@ from tests.model.kernels.no_gpu import AsOnGPU, NoGPU
 def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
     gpu = NoGPU(int(capability), int(shared))
     dtype, head_dim, in_8_bits = getattr(torch, dtype), int(head_dim), stored == "int8"
-    given = spec(32, 8, head_dim, dtype)
+    given = spec(32, 8, head_dim, dtype, cap=30.0 if int(bias) == 4 else None)
     q, kv, batch = problem(given, 16, [(30, 1), (0, 9)])
     kv = rounded(kv) if in_8_bits else kv
     attend = TritonAttention(given)
