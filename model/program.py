@@ -210,6 +210,20 @@ def live_after(ops: Sequence[Op], results: Iterable[str] = ()) -> list[frozenset
     return found[::-1]
 
 
+def checked(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """All of them. Raises ValueError with one that reads a value which none before it writes."""
+    ops, written = tuple(ops), set[str]()
+    for op in ops:
+        for name in op.reads.split():
+            if name not in written:
+                raise ValueError(
+                    f"{type(op).__name__}({op.reads!r}, {op.writes!r}) reads {name!r}, which no op "
+                    "before it writes; give it a name that one does"
+                )
+        written.update(op.writes.split())
+    return ops
+
+
 def keeping(ops: Sequence[Op]) -> tuple[Op, ...]:
     """With a Keep, once no op looks at the batch any more: other rows need nothing further."""
     last = max(index for index, op in enumerate(ops) if isinstance(op, _OF_ALL_ROWS))

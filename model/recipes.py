@@ -31,6 +31,7 @@ from ropewalk.model.program import (
     Scale,
     SoftCap,
     Store,
+    checked,
     keeping,
     of_norms,
     shapes_of,
@@ -299,9 +300,9 @@ def allocate(
 def _ops(
     config: ModelConfig, encoding: PositionalEncoding, encoder_encoding: PositionalEncoding | None
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Of a pass, and of new prompts."""
+    """Of a pass, and of new prompts. Raises ValueError where an op reads what none writes."""
     if not isinstance(config, EncoderDecoderConfig):
-        return keeping(tuple(decoder(config, encoding))), ()
+        return keeping(checked(decoder(config, encoding))), ()
     assert encoder_encoding is not None, "an encoder-decoder has an encoding on each side"
-    of_prompts = tuple(prompts(config, encoder_encoding, encoding))
-    return keeping(tuple(answers(config, encoding))), of_prompts
+    of_prompts = checked(prompts(config, encoder_encoding, encoding))
+    return keeping(checked(answers(config, encoding))), of_prompts

@@ -343,12 +343,13 @@ def _allowed_hosts(host: str | None, named: Sequence[str]) -> frozenset[str]:
 
 
 def _check(config: ServerConfig) -> None:
-    names = [model.name for model in (*config.models, *config.others)]
-    for name in names:
+    models = (*config.models, *config.others)
+    names = [model.name for model in models]
+    for name, model in zip(names, models, strict=True):
         if names.count(name) > 1:
             raise UsageError(
                 f"two models are called {name!r}; name one of them with NAME=MODEL, "
-                f"for example other={name}"
+                f"for example other={model.source}"
             )
     if config.ssl_keyfile is not None and config.ssl_certfile is None:
         raise UsageError(

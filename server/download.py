@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from ropewalk.model import digests
 from ropewalk.model import family as family_package
-from ropewalk.server.errors import CommandError
+from ropewalk.server.errors import CommandError, nearest
 from ropewalk.server.terminal import bar
 
 FAMILY = Path(family_package.__path__[0]) / "weights"
@@ -97,9 +97,12 @@ def locate(source: str) -> Path:
                 return folder
     if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return pull(source)
+    meant = nearest(source, {*WHEELS, "family", *(path.name for path in FAMILY.glob("*"))})
+    if meant is not None:
+        raise CommandError(f"{source} is neither a file nor a directory; did you mean {meant}?")
     raise CommandError(
         f"{source} is neither a file nor a directory; give the path of a .gguf file or of a "
-        "directory with config.json, or smollm2"
+        "directory with config.json, a hub id such as owner/name, smollm2, family or shape:small"
     )
 
 

@@ -23,9 +23,10 @@ ServeError               answers a request: status, type, code, and a reason for
 └── DeadlineExceeded     504
 """
 
+import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 MAX_MESSAGE = 500
@@ -356,6 +357,11 @@ class DeadlineExceeded(ServeError):
     code = "deadline_exceeded"
     reason = "deadline"
     extra_headers = NO_RETRY  # it would take as long
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant."""
+    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.75)), None)
 
 
 def quoted(value: object) -> str:

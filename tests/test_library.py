@@ -172,7 +172,12 @@ def test_requests_are_refused_in_one_sentence(model, prompt, fields, said) -> No
         ("nowhere", {}, "nowhere is neither a file nor a directory"),
         ("family", {}, "family is 6 models; load one of them"),
         (MEMBER, {"dtype": "float8"}, "'float8' is not one of the choices"),
-        (MEMBER, {"dtyp": "float32"}, "dtyp is not an option of ropewalk serve"),
+        (
+            MEMBER,
+            {"dtyp": "float32"},
+            "dtyp is not an option of ropewalk serve; did you mean",
+        ),
+        (MEMBER, {"port": 8000}, "port is for a server; leave it out"),
         (MEMBER, {"encoding": "t5"}, "has trained weights"),
     ],
 )

@@ -109,6 +109,11 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> NoReturn:
+        if request.scope["path"] == "/" and error.status_code == 404:
+            raise RouteNotFound(
+                "the explorer at this path is for browsers, which accept text/html; "
+                "GET /docs lists what programs may ask for"
+            )
         meant = paths.meant(request.scope["path"])
         raise _framework_error(
             error, _methods(routes, request.scope), None if meant is None else prefix + meant

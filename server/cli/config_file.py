@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from ropewalk.server.cli.options import Setting, Value, Variable, nearest, settings_of
+from ropewalk.server.cli.options import Setting, Value, Variable, settings_of
 from ropewalk.server.config import existing_file
-from ropewalk.server.errors import UsageError
+from ropewalk.server.errors import UsageError, nearest
 
 
 def config_option(section: str, help: str, known: Sequence[Variable]) -> Setting:

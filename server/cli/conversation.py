@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ropewalk.server.cli.connect import Address, connected
-from ropewalk.server.cli.options import nearest
 from ropewalk.server.cli.printing import Printed, print_line, printable
-from ropewalk.server.errors import CommandError
+from ropewalk.server.errors import CommandError, nearest
 from ropewalk.server.terminal import counted
 
 HELP = """\

@@ -4,7 +4,6 @@ A flag beats its variable, a variable what a file sets, and that the default. Al
 parsed in one place, so all are refused in the same words. Knows no particular option. No torch.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from click.exceptions import NoSuchCommand
 from click.shell_completion import CompletionItem
 
 from ropewalk.model.formatting import listed
-from ropewalk.server.errors import UsageError
+from ropewalk.server.errors import UsageError, nearest
 
 PREFIX = "ROPEWALK_"
 OTHER_VARIABLES = ("ROPEWALK_HOME",)
@@ -191,11 +190,6 @@ def refuse_unknown(environ: Mapping[str, str], known: Iterable[str]) -> None:
         close = nearest(variable, names)
         hint = f"did you mean {close}?" if close else "ropewalk serve --help lists them"
         raise UsageError(f"the environment variable {variable} is not known to ropewalk; {hint}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant."""
-    return next(iter(difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.75)), None)
 
 
 TRUST = (

@@ -49,7 +49,7 @@ from ropewalk.server.config import (
     web_origin,
     zmq_address,
 )
-from ropewalk.server.errors import UsageError
+from ropewalk.server.errors import UsageError, nearest
 from ropewalk.server.terminal import configure_logs
 
 CLIENT_KEY = "ROPEWALK_API_KEY"  # load_tests/run/options.py has it, too
@@ -447,7 +447,9 @@ def from_program(options: Mapping[str, object]) -> dict[str, Any]:
     """The command's values where a program names options, and no variable or file is read."""
     known = {each.name: each for each in settings_of(serve)}
     for name in options.keys() - known.keys():
-        raise UsageError(f"{name} is not an option of ropewalk serve; see its --help")
+        meant = nearest(name, known)
+        hint = f"did you mean {meant}?" if meant else "see its --help"
+        raise UsageError(f"{name} is not an option of ropewalk serve; {hint}")
     ctx = click.Context(serve)
     defaults = {name: each.default for name, each in known.items()}
     for name, value in {**defaults, **options}.items():

@@ -388,7 +388,7 @@ def _complete(
         chat=model.checkpoint.chat_template is not None,
         key_storage=None if rotation is None else rotation.storage,
         sides=sides,
-        quantize=config.loading.quantize,
+        quantize=model.quantize,
         max_step_tokens=limits.max_step_tokens,
     )
     _register(metrics, facts, model.decoder)
@@ -405,8 +405,8 @@ def _complete(
         speed=speed,
     )
     bits: Literal[8, 4] | None = None
-    if config.loading.quantize is not None:
-        bits = 8 if config.loading.quantize == "int8" else 4
+    if model.quantize is not None:
+        bits = 8 if model.quantize == "int8" else 4
     in_use = InUse(
         model.checkpoint,
         model.context,

@@ -50,6 +50,7 @@ class Prepared:
     dtype: torch.dtype
     context: int
     place: Place
+    quantize: str | None  # type that linear layers' weights are rounded to, as far as it holds them
 
 
 def find_kernels(device: torch.device) -> Kernels | str:
@@ -116,11 +117,12 @@ def prepare(
     if of_encoder is None:  # encoder-decoders have no foreign encodings
         check_hooks(encoding, shape, context, device)
     backend = choose(backends, spec_for(shape, dtype, device, encoding))
-    if loading.quantize is not None:
-        program = quantized(program, 8 if loading.quantize == "int8" else 4)
-    if loading.quantize == "int4":
-        _tell_of_int4(source.name, program)
-    if loading.quantize is None and lacking is None and checkpoint.weights.in_4_bits:
+    quantize = loading.quantize
+    if quantize is not None:
+        program = quantized(program, 8 if quantize == "int8" else 4)
+    if quantize == "int4" and not _some_in_4_bits(source.name, program):
+        quantize = "int8"
+    if quantize is None and lacking is None and checkpoint.weights.in_4_bits:
         log.info(
             "%s: the file's weights are in 4 bits; --quantize int4 keeps them in 4 bits, which is "
             "faster and changes answers a little",
@@ -129,7 +131,8 @@ def prepare(
     decoder = decoder_on(backend, program, kernels)
     place = Place(all_backends(kernels), dtype, device)
     return Prepared(
-        source.name, source.aliases, checkpoint, decoder, backend, dtype, context, place
+        *(source.name, source.aliases, checkpoint, decoder, backend, dtype, context, place),
+        quantize,
     )
 
 
@@ -225,7 +228,8 @@ def _lacking_for_int4(kernels: Kernels | str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _tell_of_int4(name: str, program: Program) -> None:
+def _some_in_4_bits(name: str, program: Program) -> bool:
+    """Where 4 bits were asked for; says how many."""
     in_4 = sum(isinstance(weight, Int4) for weight in program.weights.values())
     in_8 = sum(isinstance(weight, Int8) for weight in program.weights.values())
     if in_4 == 0:
@@ -236,6 +240,7 @@ def _tell_of_int4(name: str, program: Program) -> None:
         )
     else:
         log.info("%s: %d linear layers in 4 bits, %d in 8", name, in_4, in_8)
+    return in_4 > 0
 
 
 def _load(

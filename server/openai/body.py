@@ -279,7 +279,7 @@ def supported_fields(body: Mapping[str, Any], known: Collection[str]) -> dict[st
             _check_best_of(value, body.get("n"))
         elif value is not None:  # clients write what is new in an API as null
             raise UnknownField(
-                f"{quoted(name)} is not a parameter of this endpoint; leave it out",
+                f"{quoted(name)} is not a parameter here; leave it out",
                 quoted(name)[1:-1],
             )
     return kept

@@ -119,7 +119,7 @@ async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Ser
     template = served.chat_template
     if template is None:
         raise UnsupportedField(
-            f"the model {served.name} has no chat template; use /v1/completions",
+            f"the model {served.name} has no chat template; send it a text, as to /v1/completions",
             "messages",
         )
     if body.documents and not served.conventions.documents:

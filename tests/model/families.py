@@ -60,7 +60,6 @@ WINDOWS = {
     "sliding_window": 6,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-ALL = ("reference", "cpu", "one call")
 GATED = {
     "llama": row(llama(), "gguf"),
     "llama-tied": row(llama(tie_word_embeddings=True, num_key_value_heads=1), "gguf", answer=32),

@@ -692,6 +692,7 @@ def test_who_asks_beside_the_path_is_told_the_one_that_was_meant(path, meant):
         message = error_of(ask(toy_app(), method, path, json={}), 404)["message"]
         assert ("did you mean" in message) is (meant is not None)
         assert meant is None or f"'{meant}'" in message
+        assert ("is for browsers" in message) is (path == "/")
 
 
 @pytest.mark.parametrize(

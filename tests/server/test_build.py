@@ -194,6 +194,7 @@ def test_weights_that_would_lose_by_4_bits_get_8(kernels, caplog) -> None:
         in caplog.text
     )
     assert generated(loaded, [1, 2, 3]) == generated(in_8, [1, 2, 3])
+    assert loaded.facts.quantize == in_8.facts.quantize == "int8"
 
 
 def test_4_bits_are_refused_where_nothing_multiplies_them(folder, monkeypatch) -> None:

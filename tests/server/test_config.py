@@ -238,7 +238,11 @@ def test_keys_are_not_in_the_printed_config() -> None:
         (["--request-timeout", "nan"], {}, "--request-timeout: nan is outside 1 to 86400"),
         (["--max-seqs", "0"], {}, "--max-seqs: 0 is outside 1 to 4096"),
         (["--max-step-tokens", "8"], {}, "--max-step-tokens 8 is less than --max-seqs 64"),
-        (["a=x", "a=y"], {}, "two models are called 'a'"),
+        (
+            ["a=x", "a=y"],
+            {},
+            "two models are called 'a'; name one of them with NAME=MODEL, for example other=x",
+        ),
         (["--kv-events", "5557"], {}, "'5557' is not a ZeroMQ address"),
         (["--kv-events-topic", "t"], {}, "publish them with --kv-events"),
         (["a=x", "b=y", "--kv-events", "tcp://*:1"], {}, "of one model, but others are served"),

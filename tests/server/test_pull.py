@@ -270,6 +270,15 @@ def test_what_is_neither_path_nor_name(source: str, tmp_path: Path, monkeypatch)
         pull.locate(source)
 
 
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [("smolm2", "smollm2"), ("famly", "family"), ("ropewalk-rop", "ropewalk-rope")],
+)
+def test_a_misspelt_name_is_told_what_it_may_have_meant(source: str, meant: str) -> None:
+    with pytest.raises(CommandError, match=f"{source} is neither .*; did you mean {meant}\\?"):
+        pull.locate(source)
+
+
 @pytest.mark.parametrize("source", ["nowhere", "./a/b", "smollm3"])
 def test_what_cannot_be_pulled(source: str) -> None:
     with pytest.raises(CommandError, match="cannot be downloaded; give smollm2 or a hub id"):

@@ -577,3 +577,13 @@ def test_a_bias_is_kept_for_every_kind_of_attention_that_reads_it(kernels, monke
     expected = run_uncached(plain, tokens)
     found = run_uncached(on_kernels(plain, kernels), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_block_that_reads_what_nothing_wrote_is_refused():
+    def block(layer):
+        yield layer.norm("mlp_norm", to="z")
+        yield from layer.mlp()
+        yield ADD
+
+    with pytest.raises(ValueError, match=r"Linear\('n', 'gate up'\) reads 'n', which no op before"):
+        tiny("rope", block=block)
