@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
@@ -79,15 +79,6 @@ def discard_output() -> None:
 def counted(count: int, noun: str) -> str:
     """1,024 and "token" as "1,024 tokens"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def aligned(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
-    """Lines of columns as wide as their widest entry; the first `left` are left-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = "<" * left + ">" * (len(widths) - left)
-    for row in rows:
-        cells = zip(row, sides, widths, strict=True)
-        yield "  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip()
 
 
 def line_width() -> int:

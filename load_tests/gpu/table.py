@@ -16,10 +16,10 @@ from ropewalk.load_tests.gpu.parts import (
     Work,
 )
 from ropewalk.load_tests.gpu.peer import PEER
-from ropewalk.load_tests.micro.measured import markdown
 from ropewalk.load_tests.micro.roofline import Ceiling
 from ropewalk.load_tests.micro.step_cost import table
 from ropewalk.load_tests.report.formatting import digits, fine_milliseconds, percent
+from ropewalk.report.table import markdown
 
 # What is measured beside the usual way, and its column.
 _OTHERWISE: dict[Work, tuple[str, str]] = {

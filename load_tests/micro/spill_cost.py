@@ -18,13 +18,13 @@ from ropewalk.load_tests.micro.measured import (
     add_shape,
     add_threads,
     device_of,
-    markdown,
     run,
     write,
 )
 from ropewalk.load_tests.report.formatting import milliseconds
 from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.model.kernels.backends import sampler_of
+from ropewalk.report.table import markdown
 from ropewalk.server.engine.assemble import ledger_of, wired
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.launch.load_model import find_kernels

@@ -16,9 +16,9 @@ from ropewalk.load_tests.common.statistics import figures, samples
 from ropewalk.load_tests.common.types import Profile, Result, Run
 from ropewalk.load_tests.report.differences import difference
 from ropewalk.load_tests.report.formatting import digits
-from ropewalk.load_tests.report.table import aligned
 from ropewalk.load_tests.workload.loads import Load
 from ropewalk.load_tests.workload.workloads import WORKLOADS, Sizes
+from ropewalk.report.table import aligned
 
 WEIGHT_BYTES = "weight_bytes"  # key of Result.environment: bytes in bfloat16; 0 if unknown
 PROCESSES = "processes"  # key of Result.environment: system → `Lifetime` fields of each round
@@ -126,7 +126,7 @@ def peer_table(result: Result) -> str:
         found = {name: _lived(result, name, field, scale) for name in systems}
         if any(found.values()):
             lines.append([title, unit, *_cells(found, more_is_better=False)])
-    return aligned(lines, left=2)
+    return "\n".join(aligned(lines, left=2, rule=True))
 
 
 def _by_round(result: Result, system: str, row: Row) -> dict[int, float]:

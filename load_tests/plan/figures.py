@@ -9,6 +9,7 @@ from ropewalk.load_tests.plan.simulate import Answered
 from ropewalk.load_tests.report.charts import Mark, Series, lines, plain, side_by_side
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import Estimate
+from ropewalk.report.table import markdown
 
 _WARM_UP = 0.25  # of the requests, which find caches empty and queues short
 
@@ -72,10 +73,7 @@ def table(rows: Sequence[Row], rate: float) -> str:
 
 def comparison(predicted: Sequence[Row], measured: Sequence[Row]) -> str:
     """Each figure as predicted, as measured, and by how much the prediction is off."""
-    lines = [
-        "|policy|requests/s|hit rate|first token: median|p99|",
-        "|:--|:--|:--|:--|:--|",
-    ]
+    rows = [["policy", "requests/s", "hit rate", "first token: median", "p99"]]
     for said, found in zip(predicted, measured, strict=True):
         pairs = (
             (said.busy.requests_per_s, found.busy.requests_per_s, "{:.1f}"),
@@ -87,8 +85,8 @@ def comparison(predicted: Sequence[Row], measured: Sequence[Row]) -> str:
             f"{form.format(one)} → {form.format(other)} ({off(one, other)})"
             for one, other, form in pairs
         ]
-        lines.append(f"|{said.policy}|{'|'.join(cells)}|")
-    return "\n".join(lines)
+        rows.append([said.policy, *cells])
+    return markdown(rows, left=len(rows[0]))
 
 
 def off(predicted: float, measured: float) -> str:

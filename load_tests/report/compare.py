@@ -23,8 +23,8 @@ from ropewalk.load_tests.report.differences import (
 )
 from ropewalk.load_tests.report.formatting import interval, number, signed
 from ropewalk.load_tests.report.result import BadResult, read
-from ropewalk.load_tests.report.table import aligned
 from ropewalk.report.statistics import Estimate, Floats
+from ropewalk.report.table import aligned
 
 _SHOWN = ("ttft_p50", "tpot_p50", "output_tokens_per_s")
 _SAME = ("processor", "cores")  # of the environment
@@ -220,7 +220,7 @@ def _table(rows: Sequence[Row]) -> str:
         shown = [_median(row.before, row.metric), _median(row.after, row.metric)]
         change = [interval(row.found), row.over or "–"]
         lines.append([row.cell, row.variant, row.metric, *shown, *change])
-    return aligned(lines, left=3)
+    return "\n".join(aligned(lines, left=3, rule=True))
 
 
 def _median(found: Estimate | None, metric: str) -> str:

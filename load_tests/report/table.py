@@ -8,6 +8,7 @@ from ropewalk.load_tests.report.cells import Cell
 from ropewalk.load_tests.report.formatting import column, defined, heading, interval, number
 from ropewalk.load_tests.report.plot import Subject, subject
 from ropewalk.load_tests.report.plots import plots
+from ropewalk.report.table import aligned
 
 _METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_tokens_per_s")
 _MAIN = "tpot_p50"  # compared with the baseline
@@ -41,22 +42,6 @@ def all_warnings(result: Result) -> Iterator[str]:
         yield sentence if count == 1 else f"{sentence} ({count} runs)"
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns as wide as their widest entry, the first `left` left-aligned, with a header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(row: Sequence[str]) -> str:
-        texts = [
-            text.ljust(width) if column < left else text.rjust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        return "  ".join(texts).rstrip()
-
-    return "\n".join(
-        [line(rows[0]), "  ".join("-" * width for width in widths), *map(line, rows[1:])]
-    )
-
-
 def _table(subject: Subject, cells: Sequence[Cell]) -> str:
     header = ["", "variant", "ok/sent", *map(column, _METRICS)]
     if subject.baseline is not None:
@@ -72,7 +57,7 @@ def _table(subject: Subject, cells: Sequence[Cell]) -> str:
             if subject.baseline is not None:
                 row.append(interval(against[variant]) if variant in against else "–")
             rows.append(row)
-    return aligned(rows, left=2)
+    return "\n".join(aligned(rows, left=2, rule=True))
 
 
 def _median(cell: Cell, variant: str, metric: str) -> str:

@@ -229,11 +229,11 @@ async def measure(model: str, sizes: Sizes, out: Path) -> int:
         async with ray_cluster(Path(logs)) as cluster:
             check = Check(cluster, model, sizes, out)
             routed = {router: await check.routed(router) for router in ROUTERS}
-            print("\n".join(table([one, *routed.values()], one)), flush=True)
+            print(table([one, *routed.values()], one), flush=True)
             acts = {"killed": check.kill, "drained": check.drain, "restarted": check.restart}
             acts["frozen"] = check.freeze
             disturbed = {title: await check.disturbed(title, act) for title, act in acts.items()}
-    print("\n".join(["", *disturbed_table([*disturbed.values()]), ""]))
+    print(f"\n{disturbed_table(disturbed.values())}\n")
     for sent in disturbed.values():
         print("\n".join(failures(sent)))
     found = list(faults(one, routed, "round robin", KEYED, disturbed))

@@ -262,12 +262,12 @@ async def measure(made: Made, sizes: Sizes, out: Path) -> int:
             with tempfile.TemporaryDirectory() as place:
                 stack = made.stack(name, policy, place)
                 routed[policy] = await load(stack, made.model, sizes, out)
-        print("\n".join(table([one, *routed.values()], one)), flush=True)
+        print(table([one, *routed.values()], one), flush=True)
         for act in ACTS:
             with tempfile.TemporaryDirectory() as place:
                 stack = made.stack(name, policies[-1], place)
                 acts[act] = await disturbed(stack, act, made.model, sizes, out)
-        print("\n".join(["", *disturbed_table([*acts.values()]), ""]))
+        print(f"\n{disturbed_table(acts.values())}\n")
         for sent in acts.values():
             print("\n".join(failures(sent)))
         found += faults(one, routed, policies[0], policies[-1], acts)

@@ -13,7 +13,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +32,7 @@ from ropewalk.load_tests.client.scrape import snapshot, total, view
 from ropewalk.load_tests.common.statistics import percentile
 from ropewalk.load_tests.common.types import Request
 from ropewalk.load_tests.workload.prompts import PromptMaker
+from ropewalk.report.table import markdown
 
 _HITS = "ropewalk_prefix_cache_hit_tokens_total"
 _PROMPTS = "ropewalk_prompt_tokens_total"
@@ -78,6 +79,10 @@ class Sent:
     @property
     def good(self) -> list[Answer]:
         return [answer for answer in self.answers if answer.error is None]
+
+    @property
+    def answered(self) -> str:
+        return f"{len(self.good)} of {len(self.answers)}"
 
     @property
     def hit_rate(self) -> float:
@@ -182,40 +187,29 @@ async def send_disturbed(
     return replace(await load, whole_s=whole_s)
 
 
-def table(sent: Sequence[Sent], one: Sent | None = None) -> list[str]:
-    """Rows of Markdown; `one` is the server whose answers and hits the others are compared with."""
-    rows = [
-        "|load|answered|same answers|hit rate|median, p99|requests/s|",
-        "|:--|--:|--:|--:|--:|--:|",
-    ]
+def table(sent: Sequence[Sent], one: Sent | None = None) -> str:
+    """In Markdown; `one` is the server whose answers and hits the others are compared with."""
+    rows = [["load", "answered", "same answers", "hit rate", "median, p99", "requests/s"]]
     for each in sent:
         times = [answer.seconds for answer in each.good] or [0.0]
         same = "" if one is None else f"{each.same(one)}"
-        rows.append(
-            f"|{each.title}|{len(each.good)} of {len(each.answers)}|{same}|{each.hit_rate:.1%}|"
-            f"{percentile(times, 50):.2f}, {percentile(times, 99):.2f} s|"
-            f"{len(each.good) / each.seconds:.1f}|"
-        )
-    return rows
+        took = f"{percentile(times, 50):.2f}, {percentile(times, 99):.2f} s"
+        rate = f"{len(each.good) / each.seconds:.1f}"
+        rows.append([each.title, each.answered, same, f"{each.hit_rate:.1%}", took, rate])
+    return markdown(rows)
 
 
-def disturbed_table(sent: Sequence[Sent]) -> list[str]:
-    """Rows of Markdown for loads during which something was done to the replicas."""
-    rows = [
-        "|under load, a replica is|answered|lost in their streams|before a token|longest request|"
-        "whole again after|",
-        "|:--|--:|--:|--:|--:|--:|",
-    ]
+def disturbed_table(sent: Iterable[Sent]) -> str:
+    """In Markdown, for loads during which something was done to the replicas."""
+    lost = ("lost in their streams", "before a token")
+    rows = [("under load, a replica is", "answered", *lost, "longest request", "whole again after")]
     for each in sent:
-        lost = [answer for answer in each.answers if answer.error is not None]
-        begun = sum(answer.begun for answer in lost)
-        longest = max(answer.seconds for answer in each.answers)
+        begun = [answer.begun for answer in each.answers if answer.error is not None]
+        counts = f"{sum(begun)}", f"{len(begun) - sum(begun)}"
+        longest = f"{max(answer.seconds for answer in each.answers):.1f} s"
         whole = "" if each.whole_s is None else f"{each.whole_s:.0f} s"
-        rows.append(
-            f"|{each.title}|{len(each.good)} of {len(each.answers)}|{begun}|{len(lost) - begun}|"
-            f"{longest:.1f} s|{whole}|"
-        )
-    return rows
+        rows.append((each.title, each.answered, *counts, longest, whole))
+    return markdown(rows)
 
 
 def faults(
@@ -368,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sent = asyncio.run(send_all(args.title or args.url, server, sizes, metrics))
     if args.save is not None:
         sent.save(args.save)
-    print("\n".join([*table([sent], one), *failures(sent)]))
+    print("\n".join([table([sent], one), *failures(sent)]))
     return 0 if len(sent.good) == len(sent.answers) else 1
 
 

@@ -24,11 +24,12 @@ from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE, Report, as_js
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
 from ropewalk.model.program import Program
 from ropewalk.model.tokenizers.base import InvalidText
+from ropewalk.report.table import aligned
 from ropewalk.server import download
 from ropewalk.server.config import model_source
 from ropewalk.server.errors import CommandError, UsageError
 from ropewalk.server.studies.output_file import require_folder, write_file
-from ropewalk.server.terminal import aligned, bar_if_long, line_width, said_if_long
+from ropewalk.server.terminal import bar_if_long, line_width, said_if_long
 
 TINY = "tiny"
 TINY_RUN, MODEL_RUN = (104, 32), (24, 16)  # tokens of the prompt, steps

@@ -23,10 +23,11 @@ from ropewalk.model.catalogue import (
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.kernels.backends import all_backends
+from ropewalk.report.table import aligned
 from ropewalk.server import hardware
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
-from ropewalk.server.terminal import aligned, line_width, said_if_long
+from ropewalk.server.terminal import line_width, said_if_long
 
 LABEL = 18  # width of the labels at the left
 
@@ -148,7 +149,7 @@ def footnote(place: Place, width: int) -> str:
     return textwrap.fill(text, width)
 
 
-def matrix(entries: Sequence[EncodingFacts]) -> Iterator[str]:
+def matrix(entries: Sequence[EncodingFacts]) -> list[str]:
     """Encodings by operations: the capability, and below it the measured time."""
     table = [["", *(op.value for op in Op)]]
     for entry in entries:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ropewalk.load_tests.common.types import Point
-from ropewalk.load_tests.report.table import aligned, tables
+from ropewalk.load_tests.report.table import tables
 from tests.load_tests.made_up import counted, failed, longctx, result
 
 THREE = {"nope": 1, "rope": 1.0, "t5": 1.2}
@@ -12,15 +12,6 @@ LONGCTX = result(THREE, longctx(512, 2048))
 
 def line(text: str, *words: str) -> str:
     return next(one for one in text.split("\n") if all(word in one for word in words))
-
-
-def test_columns_are_aligned():
-    assert aligned([("name", "n"), ("a", "1"), ("longer", "1000")]).split("\n") == [
-        "name       n",
-        "------  ----",
-        "a          1",
-        "longer  1000",
-    ]
 
 
 def test_one_line_for_each_cell_and_variant():
