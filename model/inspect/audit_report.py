@@ -1,6 +1,5 @@
 """Summaries of an audit of several encodings: sums for a table, and plain data for programs."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from ropewalk.model.config import ModelConfig
@@ -98,34 +97,23 @@ def as_json(report: Report) -> dict[str, object]:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "arms": [_arm(audit) for audit in report.audits],
-    }
-
-
-def _arm(audit: Audit) -> dict[str, object]:
-    return {
-        "encoding": audit.name,
-        "note": audit.note,
-        "trained_length": audit.trained_length,
-        "summary": asdict(summary(audit)),
-        "steps": [_step(step) for step in audit.steps],
+        "arms": [
+            {
+                "encoding": audit.name,
+                "note": audit.note,
+                "trained_length": audit.trained_length,
+                "summary": asdict(summary(audit)),
+                "steps": [_step(step) for step in audit.steps],
+            }
+            for audit in report.audits
+        ],
     }
 
 
 def _step(step: AuditStep) -> dict[str, object]:
+    counted = ("written", "changed", "should_change", "stale")
     return {
-        "length": step.length,
-        "tokens": step.tokens,
-        "written": _lists(step.written),
-        "changed": _lists(step.changed),
-        "should_change": _lists(step.should_change),
-        "stale": _lists(step.stale),
+        **asdict(step),
+        **{name: [list(one) for one in getattr(step, name)] for name in counted},
         "unexpected": [entry._asdict() for entry in step.unexpected],
-        "first_term": step.first_term,
-        "rotations": step.rotations,
-        "bias_values": step.bias_values,
     }
-
-
-def _lists(counts: Sequence[tuple[int, int, int]]) -> list[list[int]]:
-    return [list(one) for one in counts]

@@ -179,6 +179,25 @@ def draw_spread(axes: "Axes", drawn: np.ndarray, examples: int) -> list[tuple[fl
     return [(float(curve[-1]), label, color) for curve, label, color in ends]
 
 
+def draw_map(axes: "Axes", values: np.ndarray, reach: float, down: int, **bar: Any) -> None:
+    """Draw values [rows, positions] between -reach and reach as colours, with their scale.
+
+    down: where the last row ends on the axis, if rows are left out. bar: of the colour bar.
+    """
+    extent = (-0.5, values.shape[1] - 0.5, down - 0.5, -0.5)
+    image = axes.imshow(
+        values,
+        aspect="auto",
+        cmap=MAP,
+        vmin=-reach,
+        vmax=reach,
+        interpolation="nearest",
+        extent=extent,
+    )
+    axes.grid(False)
+    axes.figure.colorbar(image, ax=axes, pad=0.02, **bar).outline.set_visible(False)
+
+
 def label_ends(
     axes: "Axes", ends: Sequence[tuple[float, str, str]], markers: Sequence[str] = ()
 ) -> None:

@@ -66,7 +66,11 @@ class Training:
         held_out = windows_of(corpus.held_out, config.trained_context, HELD_OUT_WINDOWS)
         self._held_out = held_out.to(pace.device)
         self._parameters = dict(self.decoder.program.named_parameters())
-        matrices = {name: p for name, p in self._parameters.items() if _is_matrix(name, p)}
+        matrices = {
+            name: parameter
+            for name, parameter in self._parameters.items()
+            if name.startswith("layers.") and parameter.dim() == 2
+        }
         self._muon = Muon(
             {name: _parts(name, p.detach()) for name, p in matrices.items()},
             weight_decay=recipe.weight_decay,
@@ -246,10 +250,6 @@ class Training:
                 for key, value in state.tensors.items()
                 if key.startswith(prefix)
             }
-
-
-def _is_matrix(name: str, parameter: Tensor) -> bool:
-    return name.startswith("layers.") and parameter.dim() == 2
 
 
 def _parts(name: str, matrix: Tensor) -> Sequence[Tensor]:

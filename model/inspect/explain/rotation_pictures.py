@@ -24,12 +24,12 @@ from ropewalk.report.figure import (
     BLUE,
     GREY,
     INK,
-    MAP,
     ORANGE,
     Omitted,
     Picture,
     axes_row,
     count_axis,
+    draw_map,
     draw_spread,
     label_ends,
 )
@@ -118,20 +118,9 @@ def _draw_angles(figure: Figure | SubFigure, found: PairRotation, context: int) 
     count = len(found.speeds)
     shown = min(SHOWN, context)
     cosines = torch.cos(found.speeds[:, None] * torch.arange(shown))
-    image = left.imshow(
-        cosines.numpy(),
-        aspect="auto",
-        cmap=MAP,
-        vmin=-1,
-        vmax=1,
-        interpolation="nearest",
-        extent=(-0.5, shown - 0.5, count - 0.5, -0.5),
-    )
-    left.grid(False)
+    draw_map(left, cosines.numpy(), 1, count, ticks=[-1, 0, 1])
     left.set(title="cosine of the angle", xlabel="position (tokens)", ylabel="pair of coordinates")
     left.yaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    bar = figure.colorbar(image, ax=left, pad=0.02, ticks=[-1, 0, 1])
-    bar.outline.set_visible(False)
 
     turns = (2 * math.pi / found.speeds.abs()).numpy()
     right.plot(np.arange(count), turns, color=BLUE, marker="o", markersize=2.5, linewidth=1)

@@ -9,12 +9,12 @@ from ropewalk.model.inspect.explain.subject import Subject
 from ropewalk.report.figure import (
     BLUE,
     INK,
-    MAP,
     ORANGE,
     Omitted,
     Picture,
     axes_row,
     count_axis,
+    draw_map,
     draw_spread,
     label_ends,
     one_axes,
@@ -61,19 +61,8 @@ def added(subject: Subject, positions: int) -> Tensor:
 def _draw_vectors(figure: Figure | SubFigure, table: Tensor, every: int) -> None:
     axes = one_axes(figure)
     reach = float(table.abs().quantile(0.999)) or 1.0
-    image = axes.imshow(
-        table.t()[::every].numpy(),
-        aspect="auto",
-        cmap=MAP,
-        vmin=-reach,
-        vmax=reach,
-        interpolation="nearest",
-        extent=(-0.5, len(table) - 0.5, table.shape[1] - 0.5, -0.5),
-    )
-    axes.grid(False)
+    draw_map(axes, table.t()[::every].numpy(), reach, table.shape[1], label="added value")
     axes.set(xlabel="position (tokens)", ylabel="dimension of the embedding")
-    bar = figure.colorbar(image, ax=axes, pad=0.02, label="added value")
-    bar.outline.set_visible(False)
 
 
 def scores(subject: Subject) -> Picture | Omitted | None:

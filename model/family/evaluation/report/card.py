@@ -184,6 +184,7 @@ def _losses(members: Sequence[Measured], image: str) -> str:
 
 def _recall(evaluation: Evaluation, image: str) -> str:
     members = evaluation.members
+    trained = listed(sorted({f"{one.config['trained_context']:,}" for one in members}))
     return (
         "Made-up texts at the end of held-out prose (model/family/texts/recall.py). *Pairs* asks "
         "where "
@@ -191,14 +192,10 @@ def _recall(evaluation: Evaluation, image: str) -> str:
         "Distance is counted from the statement to the question. Figures are shares of right "
         f"answers by greedy decoding, with Wilson intervals; {evaluation.sizes.trials} texts per "
         "cell. Text and answer end at the given length; models were trained at "
-        f"{_trained(members)}.\n\n{image}\n\n"
+        f"{trained}.\n\n{image}\n\n"
         f"Pairs:\n\n{tables.recalls(members, 'pairs')}\n\n"
         f"Copy:\n\n{tables.recalls(members, 'copy')}"
     )
-
-
-def _trained(members: Sequence[Measured]) -> str:
-    return listed(sorted({f"{one.config['trained_context']:,}" for one in members}))
 
 
 def _operations(members: Sequence[Measured], image: str) -> str:

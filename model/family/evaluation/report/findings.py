@@ -116,16 +116,3 @@ def differing(members: Sequence[Measured]) -> list[str]:
         for label, own in found.items()
         if own is not None and _agrees(label, own.beyond) is False
     ]
-
-
-def alike(members: Sequence[Measured]) -> list[tuple[int, list[Measured]]]:
-    """Models with curves, grouped by the tokens of their training, most first.
-
-    Rates, and by default the lengths of pieces, depend on the total number of tokens: step by step,
-    a training is comparable only with others of the same total.
-    """
-    groups: dict[int, list[Measured]] = {}
-    for one in members:
-        if one.curve is not None and one.curve.trained:
-            groups.setdefault(one.curve.tokens, []).append(one)
-    return sorted(groups.items(), reverse=True, key=lambda group: group[0])

@@ -94,7 +94,8 @@ def _draw_bins(
         if not found:
             ends.append((0.0, f"{label}: refuses", color))
             continue
-        middle = [_middle(one.start, one.stop) for one in found]
+        # On a logarithmic axis.
+        middle = [math.sqrt(max(one.start, 1) * one.stop) for one in found]
         axes.plot(middle, [each.value for each in found.values()], color=color, marker=marker)
         low, high = zip(*((each.low, each.high) for each in found.values()), strict=True)
         axes.fill_between(middle, low, high, color=color, alpha=BAND, lw=0)
@@ -105,11 +106,6 @@ def _draw_bins(
 def _last(estimates: Sequence[Estimate]) -> float:
     """Height of a line's end: the line breaks off where values are not finite."""
     return next((one.value for one in reversed(estimates) if math.isfinite(one.value)), 0.0)
-
-
-def _middle(start: int, stop: int) -> float:
-    """The middle of a bin on a logarithmic axis."""
-    return float(np.sqrt(max(start, 1) * stop))
 
 
 def _positions(axes: Axes, title: str) -> None:
@@ -150,11 +146,8 @@ def _draw_recalls(
                 )
                 ends.append((values[-1], label, color))
             axes.set_ylim(-0.05, 1.05)
-            axes.set_xscale("log", base=2)
-            count_axis(axes)
             axes.set_title(f"{kind}, {length:,} tokens")
-            if kind == KINDS[-1]:
-                axes.set_xlabel("tokens back")
+            _positions(axes, "tokens back" if kind == KINDS[-1] else "")
             label_ends(axes, ends)
         row[0].set_ylabel("share of answers that are right")
 

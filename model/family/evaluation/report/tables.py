@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ropewalk.model.family.evaluation.losses import LossBin
-from ropewalk.model.family.evaluation.report.findings import alike, shipped
+from ropewalk.model.family.evaluation.report.findings import shipped
 from ropewalk.model.family.evaluation.report.words import (
     MISSING,
     interval,
@@ -122,15 +122,15 @@ def recalls(members: Sequence[Measured], kind: str) -> str:
 
 def training(members: Sequence[Measured]) -> str:
     """Every training with its length and final losses, longest first."""
+    known = [(one.name, one.curve) for one in members if one.curve and one.curve.trained]
     rows = []
-    for one in (one for _, own in alike(members) for one in own):
-        assert one.curve is not None
-        last = one.curve.trained[-1]
-        held_out = one.curve.held_out[-1].loss if one.curve.held_out else None
+    for name, curve in sorted(known, key=lambda one: -one[1].tokens):
+        last = curve.trained[-1]
+        held_out = curve.held_out[-1].loss if curve.held_out else None
         rows.append(
             [
-                one.name,
-                f"{one.curve.steps:,}",
+                name,
+                f"{curve.steps:,}",
                 millions(last.tokens),
                 f"{last.seconds / 60:.0f}",
                 f"{last.loss:.3f}",
