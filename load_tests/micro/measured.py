@@ -1,4 +1,4 @@
-"""What load tests within one process share: options, files, and tables."""
+"""What load tests within one process share: options and files."""
 
 import argparse
 import asyncio
@@ -46,9 +46,9 @@ def run(
     return report(measured, words, args)
 
 
-def add_options(options: argparse.ArgumentParser, *, shape: str) -> None:
-    """Options of the shape, the place and the files; `shape` is the default."""
-    add_shape(options, shape)
+def add_options(options: argparse.ArgumentParser) -> None:
+    """Options of the shape, the place and the files."""
+    add_shape(options, "small")
     add_place(options)
     add(options, "--out NAME", str, None, "write NAME.json, every sample in it, and NAME.svg")
 
@@ -131,13 +131,6 @@ def save(name: str, found: Mapping[str, object]) -> None:
     new = path_of(name, ".json.new")
     new.write_text(text + "\n", encoding="utf-8")
     new.replace(path_of(name, ".json"))  # atomic, so a run that is cut short leaves a complete file
-
-
-def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table with a header, the first `left` columns left-aligned."""
-    header, *rest = rows
-    rule = [":--" if column < left else "--:" for column in range(len(header))]
-    return "\n".join(f"|{'|'.join(row)}|" for row in (header, rule, *rest))
 
 
 def path_of(name: str, suffix: str) -> Path:

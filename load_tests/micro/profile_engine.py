@@ -46,7 +46,7 @@ _TOLD: Mapping[Part, str] = {
     Part.RESIDUAL: RESIDUAL,
     Part.HEAD: HEAD,
 }
-_NAME = "profiled"
+NAME = "profiled"
 _WARM = 4  # steps before any is timed
 
 
@@ -62,12 +62,12 @@ class StepTimes:
         return sum(self.parts.values())
 
 
-def metrics_for(name: str, kv: KVCache) -> Metrics:
-    """The server's metrics, with one model."""
+def metrics_for(kv: KVCache) -> Metrics:
+    """The server's metrics, with the model NAME."""
     metrics = Metrics()
     per_token = kv.bytes_per_token
     metrics.add_model(
-        name, "", {}, bytes_per_token=per_token, blocks=kv.blocks, block_size=kv.block_size
+        NAME, "", {}, bytes_per_token=per_token, blocks=kv.blocks, block_size=kv.block_size
     )
     return metrics
 
@@ -109,7 +109,7 @@ def step_times(
         kernels=kernels,
         forward=forward,
     )
-    observe = stopwatch.during(METRICS)(metrics_for(_NAME, made.kv).observe_step)
+    observe = stopwatch.during(METRICS)(metrics_for(made.kv).observe_step)
     draw = random.Random(0)
     taken: list[dict[str, float]] = []
     unwatched: list[float] = []
@@ -120,7 +120,7 @@ def step_times(
             for owner, name, part in _of_engine(made) if watching else ():
                 seams.enter_context(watched(owner, name, stopwatch, part))
             with stopwatch.during(REST):
-                observe(_NAME, made.engine.step().stats)
+                observe(NAME, made.engine.step().stats)
         if watching:
             taken.append(stopwatch.drain())
         else:

@@ -16,7 +16,7 @@ from ropewalk.load_tests.client.client import Server as Address
 from ropewalk.load_tests.client.client import Unreachable, fetch
 from ropewalk.load_tests.micro.engines import engine as idle_engine
 from ropewalk.load_tests.micro.in_process import blocks_for, new_cache
-from ropewalk.load_tests.micro.profile_engine import Stopwatch, metrics_for, watched
+from ropewalk.load_tests.micro.profile_engine import NAME, Stopwatch, metrics_for, watched
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.loading.random_weights import SHAPES
 from ropewalk.model.tokenizers.numbers import NumberTokenizer
@@ -33,7 +33,6 @@ from ropewalk.server.scheduling.request import StepStats
 DETOKENISING, CHUNKS, HTTP = "detokenising", "chunks as JSON", "HTTP"
 PARTS = (DETOKENISING, CHUNKS, HTTP)
 
-_NAME = "profiled"
 _WARM = 4  # steps with all requests before any is timed
 _SHAPE = replace(SHAPES["small"], num_layers=1, num_heads=1, num_kv_heads=1, vocab_size=2)
 _TOGETHER_S = 20.0  # longest wait for all requests to arrive
@@ -67,14 +66,14 @@ def http_times(
         kernels="nothing is computed",
         wait=wait,
     )
-    metrics = metrics_for(_NAME, kv)
+    metrics = metrics_for(kv)
     steady = Steady(requests, steps, clock)
 
     def observe(model: str, stats: StepStats) -> None:
         metrics.observe_step(model, stats)
         steady.observe(stats)
 
-    engine = AsyncEngine({_NAME: made}, observe)
+    engine = AsyncEngine({NAME: made}, observe)
     app = create_app(Models([_served(context)]), engine, metrics, HttpOptions())
     server = Server(uvicorn_config(app, host=HOST, port=0, log_config=None), app.state.drain, 5.0)
     with (
@@ -138,7 +137,7 @@ async def _stream(port: int, requests: int, tokens: int) -> None:
 
 def _served(context: int) -> Served:
     return Served(
-        name=_NAME,
+        name=NAME,
         encoding="",
         tokenizer=NumberTokenizer(_SHAPE.vocab_size),
         chat_template=None,

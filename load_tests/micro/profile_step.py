@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.micro.in_process import decoders
-from ropewalk.load_tests.micro.measured import add_device, markdown, place_of, run, write
+from ropewalk.load_tests.micro.measured import add_device, place_of, run, write
 from ropewalk.load_tests.micro.profile_engine import (
     StepTimes,
     needed_context,
@@ -18,6 +18,7 @@ from ropewalk.load_tests.micro.profile_http import http_times
 from ropewalk.load_tests.report.formatting import fine_milliseconds, percent
 from ropewalk.load_tests.run.options import add, count, counts, program
 from ropewalk.load_tests.run.serving import FAMILY, SHAPE, parse_serve
+from ropewalk.report.table import markdown
 from ropewalk.server.launch.load_model import find_kernels
 
 _DESCRIPTION = """\
@@ -138,9 +139,10 @@ def _measure(args: argparse.Namespace) -> list[Profile]:
 def table(profile: Profile, context: int) -> str:
     """Milliseconds of each part, and its share of the step, by batch."""
     steps, outside = profile.steps, profile.outside
-    columns = [[f"batch {requests}, ms", "of the step"] for requests in steps]
-    rows = [["part", *_flat(columns)]]
-
+    header = ["part"]
+    for requests in steps:
+        header += [f"batch {requests}, ms", "of the step"]
+    rows = [header]
     found = {
         requests: {
             **times.parts,
@@ -151,18 +153,13 @@ def table(profile: Profile, context: int) -> str:
         for requests, times in steps.items()
     }
     for name in next(iter(found.values())):
-        cells = [_cells(found[requests][name], steps[requests].step) for requests in steps]
-        rows.append([name, *_flat(cells)])
+        row = [name]
+        for requests, times in steps.items():
+            seconds = found[requests][name]
+            row += [fine_milliseconds(seconds), f"{percent(seconds / times.step)} %"]
+        rows.append(row)
     by = f"computed by the {profile.executor} executor"
     return f"{profile.variant}, context {context:,}, {by}\n\n{markdown(rows)}"
-
-
-def _cells(seconds: float, step: float) -> list[str]:
-    return [fine_milliseconds(seconds), f"{percent(seconds / step)} %"]
-
-
-def _flat(cells: Sequence[Sequence[str]]) -> list[str]:
-    return [text for each in cells for text in each]
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import torch
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.rounds import Call, Clock, rounds
 from ropewalk.load_tests.micro.in_process import decoders
-from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
+from ropewalk.load_tests.micro.measured import add_options, place_of, run, write
 from ropewalk.load_tests.micro.scaling_parts import AHEAD, HELD, SIZES, Part, parts
 from ropewalk.load_tests.report.charts import Mark, Series, lines, plain
 from ropewalk.load_tests.report.formatting import fine_milliseconds
 from ropewalk.load_tests.run.options import add, counts, program
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
+from ropewalk.report.table import markdown
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -132,7 +133,7 @@ def growth_of(part: Part, taken: Sequence[Mapping[int, float]]) -> Growth:
 
 def _parser() -> argparse.ArgumentParser:
     options = program("python -m ropewalk.load_tests.micro.scaling", _DESCRIPTION, _EPILOG)
-    add_options(options, shape="small")
+    add_options(options)
     for name, counted in SIZES.items():
         meaning = f"{counted}, from small to large (default: {_DEFAULTS[name]})"
         add(options, f"--{name} A,B", counts, counts(_DEFAULTS[name]), meaning)

@@ -87,17 +87,13 @@ def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
     blocks = max(blocks_for(largest["batch"], short), blocks_for(1, largest["context"]))
     kv = new_cache(decoder.config, blocks, dtype=dtype, device=device)
 
-    def at_batch(requests: int) -> Call:
-        batch = step(requests, short, 1, device)
-        return lambda: decoder(batch, kv)
-
-    def at_context(context: int) -> Call:
-        batch = step(1, context, 1, device)
+    def passing(requests: int, context: int) -> Call:
+        batch = step(requests, context, 1, device)
         return lambda: decoder(batch, kv)
 
     return [
-        Part("pass", "batch", 1, at_batch, on_device=True),
-        Part("pass", "context", 1, at_context, on_device=True),
+        Part("pass", "batch", 1, lambda requests: passing(requests, short), on_device=True),
+        Part("pass", "context", 1, lambda context: passing(1, context), on_device=True),
     ]
 
 

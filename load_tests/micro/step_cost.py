@@ -10,13 +10,14 @@ from typing import Literal
 from ropewalk.load_tests.common.progress import Progress
 from ropewalk.load_tests.common.rounds import interval_json, ratios, rounds
 from ropewalk.load_tests.micro.in_process import blocks_for, decoders, new_cache, passes
-from ropewalk.load_tests.micro.measured import add_options, markdown, place_of, run, write
+from ropewalk.load_tests.micro.measured import add_options, place_of, run, write
 from ropewalk.load_tests.report.charts import Mark, Series, dots
 from ropewalk.load_tests.report.formatting import milliseconds, signed
 from ropewalk.load_tests.report.plot import percent_tick
 from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.report.figure import Picture, looks
 from ropewalk.report.statistics import MIN_VALUES, Estimate, median_of
+from ropewalk.report.table import markdown
 from ropewalk.server.errors import CommandError
 from ropewalk.server.launch.load_model import find_kernels
 
@@ -131,7 +132,7 @@ def verdict(ratio: Estimate, limit: float) -> Verdict:
 
 def _parser() -> argparse.ArgumentParser:
     options = program("python -m ropewalk.load_tests.micro.step_cost", _DESCRIPTION, _EPILOG)
-    add_options(options, shape="small")
+    add_options(options)
     variants = f"variants compared with {ZERO} (default: %(default)s)"
     add(options, "--variants A,B", str, ",".join(VARIANTS[1:]), variants)
     add(options, "--context N", count, 4096, "tokens of each request (default: 4k)")

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ropewalk.load_tests.common.types import Profile, Result
+from ropewalk.load_tests.common.types import Profile, Result, Run
 from ropewalk.load_tests.report.cells import Cell, cells
 from ropewalk.load_tests.report.charts import Mark, Series, dots, lines, plain
 from ropewalk.load_tests.report.formatting import digits, interval, number, signed, unit
@@ -54,6 +54,9 @@ class Subject:
     def others(self) -> Sequence[str]:
         """Every variant but the baseline."""
         return [variant for variant in self.variants if variant != self.baseline]
+
+    def runs(self, variant: str) -> list[Run]:
+        return [run for run in self.result.runs if run.variant == variant]
 
     def series(self, marks: Mapping[str, Sequence[Mark]]) -> list[Series]:
         """A chart's series from each variant's marks; a variant without marks has none."""

@@ -65,9 +65,9 @@ def read(path: Path) -> Result:
 
 def as_json(result: Result) -> dict[str, Any]:
     """The content for `json.dumps`."""
-    begin = min(
-        (time for run in result.runs for time in (run.steady_from, *_intended(run))), default=0.0
-    )
+    begins = [run.steady_from for run in result.runs]
+    begins += [outcome.intended for run in result.runs for outcome in run.outcomes]
+    begin = min(begins, default=0.0)
     views = [run.server for run in result.runs if run.server is not None]
     series = {
         kind: sorted({name for view in views for name in getattr(view, kind)}) for kind in _VIEWED
@@ -117,10 +117,6 @@ def from_json(data: object) -> Result:
         runs=runs,
         warnings=tuple(top.list_of("warnings", str)),
     )
-
-
-def _intended(run: Run) -> list[float]:
-    return [outcome.intended for outcome in run.outcomes]
 
 
 def _run_as_json(run: Run, begin: float, series: Mapping[str, Sequence[str]]) -> dict[str, Any]:

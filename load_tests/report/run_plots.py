@@ -24,11 +24,11 @@ def client_plots(subject: Subject) -> Iterator[Section]:
         return
     charts = [dots("client lag p99, ms", {"": subject.rows(known)}, "milliseconds late", plain)]
     sent = {
-        variant: sum(len(run.outcomes) for run in _runs(subject, variant))
+        variant: sum(len(run.outcomes) for run in subject.runs(variant))
         for variant in subject.variants
     }
     left = sum(outcome.left for run in subject.result.runs for outcome in run.outcomes)
-    failed = {variant: _reasons(_runs(subject, variant)) for variant in subject.variants}
+    failed = {variant: _reasons(subject.runs(variant)) for variant in subject.variants}
     if any(failed.values()):
         counts = {variant: reasons.total() for variant, reasons in failed.items()}
         shares = {
@@ -73,15 +73,12 @@ def order_plots(subject: Subject) -> Iterator[Section]:
     drift = _drift(subject)
     if drift:
         head = "runs of each round against the same variant and cell"
-        charts.append(
-            dots(
-                head,
-                {"": [_row(name, one) for name, one in drift.items()]},
-                "slower than the median",
-                percent_tick,
-                centred=True,
-            )
-        )
+        rows = [
+            Series(name, _BLOCK, [Mark(one, "", percent_tick(round(one.value, 1)))])
+            for name, one in drift.items()
+        ]
+        below = "slower than the median"
+        charts.append(dots(head, {"": rows}, below, percent_tick, centred=True))
     table = [("minute", "variant", "what", "round", "seconds")]
     runs = sorted(runs, key=lambda run: run.began)
     first = runs[0].began
@@ -102,10 +99,6 @@ def order_plots(subject: Subject) -> Iterator[Section]:
             "over its runs, its bar their range."
         ),
     )
-
-
-def _runs(subject: Subject, variant: str) -> list[Run]:
-    return [run for run in subject.result.runs if run.variant == variant]
 
 
 def _lag(subject: Subject, variant: str) -> Estimate | None:
@@ -154,10 +147,6 @@ def _drift(subject: Subject) -> dict[str, Estimate]:
                     off.setdefault(round, []).append((value / middle.value - 1) * 100)
     found = {f"round {round + 1}": spread(values) for round, values in sorted(off.items())}
     return {name: one for name, one in found.items() if one is not None}
-
-
-def _row(name: str, drift: Estimate) -> Series:
-    return Series(name, _BLOCK, [Mark(drift, "", percent_tick(round(drift.value, 1)))])
 
 
 def _steadiness(drift: Mapping[str, Estimate]) -> str:

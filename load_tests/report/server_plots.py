@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ropewalk.load_tests.common.types import Run
 from ropewalk.load_tests.report.charts import bars, dots, plain
 from ropewalk.load_tests.report.formatting import digits, listed
 from ropewalk.load_tests.report.plot import Subject
@@ -127,18 +126,13 @@ def shift_plots(subject: Subject) -> Iterator[Section]:
 def _totals(subject: Subject) -> Mapping[str, Mapping[str, Counters]]:
     """Workload → variant → counters summed over its runs, where servers have counters."""
     totals: dict[str, dict[str, dict[str, float]]] = {}
-    for run in _in_order(subject):
+    # In the order of variants, because the runs of a round are in random order.
+    for run in (run for variant in subject.variants for run in subject.runs(variant)):
         if run.server is not None:
             own = totals.setdefault(run.point.workload, {}).setdefault(run.variant, {})
             for key, value in run.server.counters.items():
                 own[key] = own.get(key, 0.0) + value
     return totals
-
-
-def _in_order(subject: Subject) -> Iterator[Run]:
-    """Runs in the order of variants, because those of a round are in random order."""
-    for variant in subject.variants:
-        yield from (run for run in subject.result.runs if run.variant == variant)
 
 
 def _of(totals: Mapping[str, Counters], figure: Figure) -> dict[str, float]:
@@ -152,8 +146,8 @@ def _seconds(subject: Subject, workload: str) -> dict[str, Estimate]:
     for variant in subject.variants:
         views = [
             run.server.counters
-            for run in subject.result.runs
-            if run.variant == variant and run.point.workload == workload and run.server is not None
+            for run in subject.runs(variant)
+            if run.point.workload == workload and run.server is not None
         ]
         means = [mean * 1e3 for view in views if (mean := _SHIFT_SECONDS(view)) is not None]
         if one := spread(means):

@@ -7,7 +7,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -237,7 +237,8 @@ async def variants_from(
     Started servers have room for `context` tokens. Raises Unreachable, StartFailed and ValueError.
     """
     if args.serve is None:
-        yield _baseline_first(await _running(args))
+        # `nope` first, if it is there; the others in the user's order.
+        yield sorted(await _running(args), key=lambda variant: variant.encoding != BASELINE)
         return
     encodings = args.encodings or (() if args.variants else ENCODINGS)
     with tempfile.TemporaryDirectory(prefix="ropewalk-bench-") as logs:
@@ -277,11 +278,6 @@ async def _running(args: argparse.Namespace) -> list[Variant]:
         replace(variant, label=f"{variant.label}@{variant.server.authority}")
         for variant in variants
     ]
-
-
-def _baseline_first(variants: Iterable[Variant]) -> list[Variant]:
-    """`nope` first, if it is there; the others in the user's order."""
-    return sorted(variants, key=lambda variant: variant.encoding != BASELINE)
 
 
 if __name__ == "__main__":

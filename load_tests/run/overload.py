@@ -15,14 +15,15 @@ import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
 from ropewalk.load_tests.client.process import ServerProcess, StartFailed, processor_s
 from ropewalk.load_tests.common.statistics import percentile
-from ropewalk.load_tests.common.types import Outcome, Profile, Request
+from ropewalk.load_tests.common.types import Profile, Request
 from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.load_tests.run.serving import serve_alone
 from ropewalk.load_tests.workload.arrivals import Driven, drive
@@ -134,23 +135,10 @@ async def _measure(args: argparse.Namespace, server: Server, started: ServerProc
     (model,) = (await get_json(server, "/v1/models"))["data"]
     rounds = []
     for number in range(args.rounds):
-        prompts = PromptMaker(f"overload/{number}", "ids", model["vocab_size"])
-        sizes = random.Random(number)
-
-        async def load(
-            requests: int,
-            profile: Profile,
-            number: int = number,
-            prompts: PromptMaker = prompts,
-            sizes: random.Random = sizes,
-        ) -> Phase:
-            plan = [_request(prompts, args, sizes) for _ in range(requests)]
-            pid, seed = started.popen.pid, f"overload/{number}"
-            phase = await _phase(server, pid, plan, profile, seed)
-            if started.popen.poll() is not None:
-                raise started.failed("ended under load")
-            return phase
-
+        seed = f"overload/{number}"
+        prompts = PromptMaker(seed, "ids", model["vocab_size"])
+        draw = partial(_request, prompts, args, random.Random(number))
+        load = partial(_load, server, started, draw, seed)
         together = Profile("closed", concurrency=args.max_seqs + args.max_seqs // 2)
         probe = await load(_PROBE * together.concurrency, together)
         requests = int(probe.rate * args.seconds) + 2 * together.concurrency
@@ -184,14 +172,27 @@ def _request(prompts: PromptMaker, args: argparse.Namespace, sizes: random.Rando
     return Request(prompts.prompt(prompt_tokens), prompt_tokens, output_tokens)
 
 
+async def _load(
+    server: Server,
+    started: ServerProcess,
+    draw: Callable[[], Request],
+    seed: str,
+    requests: int,
+    profile: Profile,
+) -> Phase:
+    """Raises StartFailed if the server ends."""
+    plan = [draw() for _ in range(requests)]
+    phase = await _phase(server, started.popen.pid, plan, profile, seed)
+    if started.popen.poll() is not None:
+        raise started.failed("ended under load")
+    return phase
+
+
 async def _phase(
     server: Server, pid: int, plan: Sequence[Request], profile: Profile, seed: str
 ) -> Phase:
-    async def send(request: Request, intended: float) -> Outcome:
-        return await complete(server, request, intended)
-
     before, began = _processor(pid), time.perf_counter()
-    driven = await drive(plan, profile, seed, send)
+    driven = await drive(plan, profile, seed, partial(complete, server))
     spent, ended = _processor(pid) - before, time.perf_counter()
     return phase_of(driven, spent, ended - began)
 

@@ -15,10 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ropewalk.load_tests.client.client import Server, complete
 from ropewalk.load_tests.common.statistics import percentile
-from ropewalk.load_tests.common.types import Outcome, Profile, Request
+from ropewalk.load_tests.common.types import Profile, Request
 from ropewalk.load_tests.run.options import program
 from ropewalk.load_tests.workload.arrivals import Driven, drive
 
@@ -92,12 +93,10 @@ async def measure(port: int, seconds: float, rate: float = TOKENS_PER_S) -> Spee
     request = Request(tuple(range(_PROMPT_TOKENS)), _PROMPT_TOKENS, _OUTPUT_TOKENS)
     plan = [request] * round(arrivals * seconds)
 
-    async def send(request: Request, intended: float) -> Outcome:
-        return await complete(server, request, intended)
-
-    await send(request, time.perf_counter())
+    await complete(server, request)
     cpu_s = time.process_time()
-    driven = await drive(plan, Profile("poisson", rate=arrivals), "self-test", send)
+    profile = Profile("poisson", rate=arrivals)
+    driven = await drive(plan, profile, "self-test", partial(complete, server))
     outcomes = driven.outcomes
     return Speed(
         tokens=sum(outcome.output_tokens for outcome in outcomes if outcome.error is None),
