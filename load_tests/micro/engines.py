@@ -18,10 +18,21 @@ from ropewalk.model.kernels.backends import sampler_of
 from ropewalk.model.kernels.cpu.bindings import Kernels
 from ropewalk.model.sampler import Sampler
 from ropewalk.model.weights.checksums import Seals
+from ropewalk.server.cli.serve import from_program
+from ropewalk.server.config import server_config
 from ropewalk.server.engine.assemble import Wired, sums_by, wired
 from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.statistics import PositionMeter
+from ropewalk.server.launch.build import Loaded, load_models
+from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Limits
+
+
+def loaded(model: str, **options: object) -> Loaded:
+    """A model as `ropewalk serve` loads it with these options. Raises CommandError."""
+    config = server_config(from_program({"models": [model], **options}))
+    (one,) = load_models(config, Metrics())
+    return one
 
 
 def decoding(

@@ -15,19 +15,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from statistics import median
 from threading import enumerate as enumerate_threads
 from typing import NamedTuple
 
 import torch
 
+from ropewalk.load_tests.common.rounds import rounds
+from ropewalk.load_tests.micro.engines import loaded
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.report.statistics import median_of
-from ropewalk.server.cli.serve import from_program
-from ropewalk.server.config import server_config
 from ropewalk.server.engine.engine import Engine
-from ropewalk.server.launch.build import Loaded, load_models
-from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Request
 
 STEPS = 64  # of each engine in a round: four blocks of each request are filled
@@ -41,12 +41,6 @@ while True:
 """
 
 
-def loaded(model: str, **options: object) -> Loaded:
-    config = server_config(from_program({"models": [model], "kv_memory": "256M", **options}))
-    (one,) = load_models(config, Metrics())
-    return one
-
-
 def submit(engine: Engine, batch: int, length: int) -> None:
     """Prompts of different lengths, so that their blocks are not filled at once."""
     params = SamplingParams(max_tokens=length, temperature=0.0)
@@ -58,13 +52,10 @@ def submit(engine: Engine, batch: int, length: int) -> None:
         engine.submit(request)
 
 
-def seconds(engine: Engine) -> float:
-    """Processor time of a step, in the mean of STEPS."""
-    began = time.process_time()
+def run(engine: Engine) -> None:
     for _ in range(STEPS):
         engine.step()
     time.sleep(0.05)  # for what is still to be published
-    return (time.process_time() - began) / STEPS
 
 
 class Measured(NamedTuple):
@@ -89,41 +80,31 @@ def published_s() -> float:
     return spent / 1e9
 
 
-def compare(silent: Engine, telling: Engine, rounds: int) -> tuple[list[float], list[float]]:
-    quiet: list[float] = []
-    told: list[float] = []
-    for number in range(rounds):
-        if number % 2:
-            told.append(seconds(telling))
-            quiet.append(seconds(silent))
-        else:
-            quiet.append(seconds(silent))
-            told.append(seconds(telling))
-    return quiet, told
-
-
-def measure(model: str, batch: int, rounds: int, *, silent_first: bool) -> Measured:
+def measure(model: str, batch: int, count: int, *, silent_first: bool) -> Measured:
     """With engines of their own, loaded in this order: no two lie in memory alike."""
-    length = 40 + STEPS * rounds
+    steps = STEPS * (1 + count)  # of each engine: the first round does not count
+    room: dict[str, object] = {"kv_memory": "256M"}
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/events"
-        telling = None if silent_first else loaded(model, kv_events=endpoint)
-        silent = loaded(model)
-        telling = telling or loaded(model, kv_events=endpoint)
+        telling = None if silent_first else loaded(model, kv_events=endpoint, **room)
+        silent = loaded(model, **room)
+        telling = telling or loaded(model, kv_events=endpoint, **room)
         subscriber = subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint])
         try:
             for engine in (silent.engine, telling.engine):
-                submit(engine, batch, length)
+                submit(engine, batch, 40 + steps)
                 for _ in range(30):  # prompts, and what begins slowly
                     engine.step()
             before = published_s()
-            quiet, told = compare(silent.engine, telling.engine, rounds)
-            own = (published_s() - before) / (rounds * STEPS)
+            calls = {"quiet": partial(run, silent.engine), "told": partial(run, telling.engine)}
+            taken = list(rounds(calls, count, "processor", "events"))
+            own = (published_s() - before) / steps
         finally:
             subscriber.kill()
             subscriber.wait()
             telling.close()
-    return Measured(median_of(quiet).value, median_of(told).value, own)
+    quiet, told = (median([each[name] for each in taken]) / STEPS for name in calls)
+    return Measured(quiet, told, own)
 
 
 def main() -> None:

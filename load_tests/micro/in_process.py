@@ -13,6 +13,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.common.rounds import Call
+from ropewalk.load_tests.run.serving import SETTINGS
 from ropewalk.model.attention.base import choose, spec_for
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
@@ -33,9 +34,6 @@ from ropewalk.server.launch.graphs import recorder
 from ropewalk.server.scheduling.request import Request, Work
 
 log = getLogger(__name__)
-
-# Encoding → the option that the variant in a name like t5:table sets.
-VARIANTS: Mapping[str, str] = {"t5": "form", "rope": "storage"}
 
 
 class PackedOnce(Kernels):
@@ -176,14 +174,15 @@ def _checkpoint(shape: str, variant: str, context: int) -> Checkpoint:
     options = {}
     if "=" in variant and name in names():
         options = dict(encoding_option(each) for each in variant.split("+"))
-    elif variant and name not in VARIANTS:
+    elif variant and name not in SETTINGS:
         if name in names():
             raise EncodingError(
                 f"{variant}: {name} has no forms or storages; leave out {variant!r}."
             )
         name = variant  # package.module:Class
     elif variant:
-        options = {VARIANTS[name]: variant}
+        option, _ = SETTINGS[name]
+        options = {option: variant}
     checkpoint = random_checkpoint(f"{RANDOM}{shape}", name, context)
     spec = checkpoint.config.encoding
     spec = EncodingSpec(name, {**spec.options, **options})

@@ -20,13 +20,10 @@ from collections.abc import Sequence
 import torch
 
 from ropewalk.load_tests.common.rounds import Clock, rounds
+from ropewalk.load_tests.micro.engines import loaded
 from ropewalk.model.sampling import SamplingParams
 from ropewalk.report.statistics import median_of
-from ropewalk.server.cli.serve import from_program
-from ropewalk.server.config import server_config
 from ropewalk.server.engine.engine import Engine
-from ropewalk.server.launch.build import load_models
-from ropewalk.server.metrics.exporter import Metrics
 from ropewalk.server.scheduling.request import Request
 from ropewalk.server.structured.grammar import Grammar, Kind
 from ropewalk.server.structured.matcher import Matcher
@@ -85,10 +82,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    config = server_config(from_program({"models": [args.model], "kv_memory": 2**30}))
     torch.set_num_threads(args.threads)
     clock: Clock = "processor" if args.threads == 1 else "wall"
-    models = [load_models(config, Metrics())[0] for _ in KINDS]
+    models = [loaded(args.model, kv_memory=2**30) for _ in KINDS]
     served = models[0].served
     assert served.grammars is not None, "an encoder-decoder has no grammars"
     grammar = Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMA))

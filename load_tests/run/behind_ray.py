@@ -29,9 +29,7 @@ from ropewalk.load_tests.run.behind_routers import Made, load
 from ropewalk.load_tests.run.replicas import (
     Sent,
     Sizes,
-    disturbed_table,
-    failures,
-    faults,
+    conclude,
     kept,
     send_all,
     send_disturbed,
@@ -233,10 +231,7 @@ async def measure(model: str, sizes: Sizes, out: Path) -> int:
             acts = {"killed": check.kill, "drained": check.drain, "restarted": check.restart}
             acts["frozen"] = check.freeze
             disturbed = {title: await check.disturbed(title, act) for title, act in acts.items()}
-    print(f"\n{disturbed_table(disturbed.values())}\n")
-    for sent in disturbed.values():
-        print("\n".join(failures(sent)))
-    found = list(faults(one, routed, "round robin", KEYED, disturbed))
+    found = conclude(one, routed, "round robin", KEYED, disturbed)
     print("\n".join(found or ["All that must hold holds."]))
     return 1 if found else 0
 

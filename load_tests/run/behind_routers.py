@@ -31,9 +31,7 @@ from ropewalk.load_tests.client.scrape import snapshot
 from ropewalk.load_tests.run.replicas import (
     Sent,
     Sizes,
-    disturbed_table,
-    failures,
-    faults,
+    conclude,
     kept,
     send_all,
     send_disturbed,
@@ -267,10 +265,7 @@ async def measure(made: Made, sizes: Sizes, out: Path) -> int:
             with tempfile.TemporaryDirectory() as place:
                 stack = made.stack(name, policies[-1], place)
                 acts[act] = await disturbed(stack, act, made.model, sizes, out)
-        print(f"\n{disturbed_table(acts.values())}\n")
-        for sent in acts.values():
-            print("\n".join(failures(sent)))
-        found += faults(one, routed, policies[0], policies[-1], acts)
+        found += conclude(one, routed, policies[0], policies[-1], acts)
     print("\n".join(found or ["All that must hold holds."]))
     return 1 if found else 0
 

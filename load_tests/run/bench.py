@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -206,10 +206,7 @@ def _about(variant: Variant, facts: Facts) -> dict[str, object]:
         "encoding": variant.encoding,
         "setting": variant.setting,
         "url": variant.server.url,
-        "context": facts.context,
-        "trained_context": facts.trained_context,
-        "vocab_size": facts.vocab_size,
-        "block_size": facts.block_size,
+        **asdict(facts),
     }
 
 

@@ -105,11 +105,8 @@ class Sent:
 
     @classmethod
     def load(cls, path: Path) -> "Sent":
-        return cls.of(json.loads(path.read_text()))
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "Sent":
-        """What `asdict` made of one."""
+        """What `save` wrote."""
+        fields = json.loads(path.read_text())
         answers = [Answer(**each) for each in fields["answers"]]
         sizes = fields.get("sizes")
         known = None if sizes is None else Sizes(**sizes)
@@ -210,6 +207,16 @@ def disturbed_table(sent: Iterable[Sent]) -> str:
         whole = "" if each.whole_s is None else f"{each.whole_s:.0f} s"
         rows.append((each.title, each.answered, *counts, longest, whole))
     return markdown(rows)
+
+
+def conclude(
+    one: Sent, routed: Mapping[str, Sent], blind: str, best: str, disturbed: Mapping[str, Sent]
+) -> list[str]:
+    """Print what the disturbed loads lost; returns the `faults`."""
+    print(f"\n{disturbed_table(disturbed.values())}\n")
+    for sent in disturbed.values():
+        print("\n".join(failures(sent)))
+    return list(faults(one, routed, blind, best, disturbed))
 
 
 def faults(

@@ -16,9 +16,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.cache.types import BLOCK_SIZE, KeyStorage
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.catalogue import hooks
-from ropewalk.model.config import ModelConfig
 from ropewalk.model.decoder import Decoder
-from ropewalk.model.encodings.base import PositionalEncoding
 
 # Relative to an entry's norm. In float64, one pass and token-by-token passes agree to 1e-12.
 TOLERANCE = 1e-9
@@ -206,16 +204,10 @@ def first_positional_term(decoder: Decoder, start: int, stop: int) -> int:
         return 0
     first = start if {"embed", "rotate"} & set(hooks(type(encoding))) else stop
     for context in range(start + 1, stop + 1):
-        if biased := biased_keys(encoding, config, context):
+        values = encoding.work(config, context, BLOCK_SIZE).bias_values
+        if biased := values // (config.num_layers * config.num_heads):  # keys, from one query
             first = min(first, context - biased)
     return first
-
-
-def biased_keys(encoding: PositionalEncoding, config: ModelConfig, context: int) -> int:
-    """How many keys get a bias from one query that attends to `context` of them."""
-    return encoding.work(config, context, BLOCK_SIZE).bias_values // (
-        config.num_layers * config.num_heads
-    )
 
 
 def _copy(kv: KVCache) -> Tensor:

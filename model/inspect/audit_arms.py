@@ -150,8 +150,12 @@ def arm(
     if name == PATH:
         made, rewrite = path.decoder(program), path.count_rewritten
         return Arm(name, NOTES[name], made, rewrite=rewrite)
-    if name not in VARIANTS and name.partition(":")[0] in names():
-        _refuse_unknown_variant(name)
+    family, colon, _ = name.partition(":")
+    if colon and name not in VARIANTS and family in names():
+        known = [one for one in (DYNAMIC, REWRITTEN, *VARIANTS) if one.startswith(f"{family}:")]
+        raise EncodingError(
+            f"There is no {name!r} to audit; use one of {', '.join([family, *known])}."
+        )
     plain, options = VARIANTS.get(name, (name, {}))
     encoding = _built(find(plain), plain, options, program, context, served)
     notes = [NOTES[name]] if name in NOTES else []
@@ -160,15 +164,6 @@ def arm(
     elif any(True for _ in encoding.parameters()):
         notes.append("the encoding's weights are random")
     return Arm(name, "; ".join(notes), _with_encoding(program, plain, encoding))
-
-
-def _refuse_unknown_variant(name: str) -> None:
-    plain, colon, _ = name.partition(":")
-    if colon:
-        known = [one for one in (DYNAMIC, REWRITTEN, *VARIANTS) if one.startswith(f"{plain}:")]
-        raise EncodingError(
-            f"There is no {name!r} to audit; use one of {', '.join([plain, *known])}."
-        )
 
 
 def _dynamic(name: str, program: Program, context: int, trained_length: int, served: int) -> Arm:

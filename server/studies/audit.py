@@ -7,7 +7,7 @@ import json
 import random
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from ropewalk.model.config import EncoderDecoderConfig
 from ropewalk.model.encodings.base import EncodingError
 from ropewalk.model.formatting import where
 from ropewalk.model.inspect import audit_arms
-from ropewalk.model.inspect.audit import Arm, Audit, AuditStep, audit, entries
+from ropewalk.model.inspect.audit import Arm, AuditStep, audit, entries
 from ropewalk.model.inspect.audit_page import to_html
 from ropewalk.model.inspect.audit_report import COLUMNS, HEADLINE, Report, as_json, cells
 from ropewalk.model.loading.checkpoints import CheckpointError, open_checkpoint
@@ -108,13 +108,11 @@ def _audited(subject: Subject, arms: Sequence[Arm], steps: int) -> Report:
         bar_if_long(f"auditing {subject.name}", len(arms) * (steps + 1), "step") as bar,
         threads(1 if subject.name == TINY else torch.get_num_threads()),
     ):
-        audits = tuple(_audit(arm, subject.prompt, steps, bar.update) for arm in arms)
-    return Report(subject.name, subject.note, subject.program.config, audits)
-
-
-def _audit(arm: Arm, prompt: Sequence[int], steps: int, tell: Callable[[], object]) -> Audit:
-    with _foreign(arm.name):
-        return audit(arm, prompt, steps, tell)
+        audits = []
+        for arm in arms:
+            with _foreign(arm.name):
+                audits.append(audit(arm, subject.prompt, steps, bar.update))
+    return Report(subject.name, subject.note, subject.program.config, tuple(audits))
 
 
 @contextmanager

@@ -17,14 +17,14 @@ def test_every_engine_has_every_role(monkeypatch, capsys):
     names = iter("abc")
     roles = []
 
-    def load(*_):
+    def loaded(*_, **__):
         engine = SimpleNamespace(name=next(names), step=None)
-        return [SimpleNamespace(engine=engine, served=served)]
+        return SimpleNamespace(engine=engine, served=served)
 
     def begin(engine, prompt, params, held):
         roles.append((len(held), engine.name, sum(each is not None for each in held)))
 
-    monkeypatch.setattr(mask_cost, "load_models", load)
+    monkeypatch.setattr(mask_cost, "loaded", loaded)
     monkeypatch.setattr(mask_cost, "Unforced", lambda *_: "a matcher")
     monkeypatch.setattr(mask_cost, "begin", begin)
     monkeypatch.setattr(mask_cost, "end", lambda engine, count: None)

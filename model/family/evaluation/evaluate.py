@@ -194,7 +194,7 @@ def _recalls(subject: Subject, task: Task) -> recalled.Recalls:
 
 def _divergences(subject: Subject, task: Task) -> tuple[shortened.Divergence, ...]:
     texts = task.texts(shortened.needed(subject.trained), task.sizes.short_texts)
-    with subject.bar("operations", shortened.cases() * len(texts.tokens), "text") as bar:
+    with subject.bar("operations", shortened.CASES * len(texts.tokens), "text") as bar:
         return shortened.measure(subject.decoder, texts, subject.trained, bar.update)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.texts import Texts
 from ropewalk.report.statistics import Estimate, Floats, by_document
 
@@ -61,14 +61,14 @@ def edges(trained: int, context: int) -> list[int]:
     return [*inside, *(edge for edge in beyond if edge < context), context]
 
 
-def token_losses(reader: Reads, tokens: Sequence[int]) -> Tensor:
+def token_losses(reader: Reader, tokens: Sequence[int]) -> Tensor:
     """[len(tokens) - 1]: for every token but the first."""
     read, following = tokens[:-1], torch.tensor(tokens[1:])
     found = reader.read(read, wanted=len(read)).cpu()
     return -found.gather(1, following[:, None])[:, 0]
 
 
-def near_losses(reader: Reads, tokens: Sequence[int], trained: int) -> Tensor:
+def near_losses(reader: Reader, tokens: Sequence[int], trained: int) -> Tensor:
     """[len(tokens) - 1 - trained]: for the tokens past the trained length.
 
     Each is predicted from the text's first token, <s>, and between trained / 2 and trained - 1
@@ -83,7 +83,7 @@ def near_losses(reader: Reads, tokens: Sequence[int], trained: int) -> Tensor:
 
 
 def measure(
-    reader: Reads,
+    reader: Reader,
     texts: Texts,
     *,
     trained: int,
@@ -115,7 +115,7 @@ def measure(
     )
 
 
-def held_out(reader: Reads, texts: Texts, done: Callable[[float], object]) -> HeldOut:
+def held_out(reader: Reader, texts: Texts, done: Callable[[float], object]) -> HeldOut:
     """texts: windows of the trained length. `done` is called after each."""
     half = (len(texts.tokens[0]) - 1) // 2
     found = []

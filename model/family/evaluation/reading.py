@@ -4,7 +4,6 @@ Exactly what the server computes, at any length; tests/model compare it with unc
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,17 +15,6 @@ from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.decoder import Decoder
 
 CHUNK = 512  # tokens per pass
-
-
-class Reads(Protocol):
-    """A Reader, or a stand-in for one."""
-
-    def read(self, tokens: Sequence[int], *, wanted: int, start: int = 0) -> Tensor:
-        """Log-probabilities [wanted, vocab] of the tokens that follow each of the last ones.
-
-        Positions before `start` are not computed again: the cache still holds them.
-        """
-        ...
 
 
 class Reader:
@@ -46,14 +34,17 @@ class Reader:
         self._table = in_order(blocks, BLOCK_SIZE)
 
     def read(self, tokens: Sequence[int], *, wanted: int, start: int = 0) -> Tensor:
-        """As in `Reads`."""
+        """Log-probabilities [wanted, vocab] of the tokens that follow each of the last ones.
+
+        Positions before `start` are not computed again: the cache still holds them.
+        """
         return forward(self._decoder, self._kv, self._table, tokens, wanted=wanted, start=start)
 
 
 def forward(
     decoder: Decoder, kv: KVCache, table: Table, tokens: Sequence[int], *, wanted: int, start: int
 ) -> Tensor:
-    """As in `Reads`, for a sequence in the table's blocks."""
+    """As `Reader.read`, for a sequence in the table's blocks."""
     first = len(tokens) - wanted
     found = []
     for begin in range(start, len(tokens), CHUNK):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
 
-from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.texts.recall import KINDS, recalls
 from ropewalk.model.tokenizers.base import Tokenizer
 from ropewalk.report.statistics import Estimate, wilson
@@ -69,7 +69,7 @@ def asked(tokenizer: Tokenizer, distances: Sequence[int], trials: int) -> list[A
 
 
 def measure(
-    reader: Reads,
+    reader: Reader,
     texts: Sequence[Asked],
     prose: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -106,7 +106,7 @@ def _fitting(texts: Sequence[Asked], length: int) -> list[Asked]:
 
 
 def _answers(
-    reader: Reads, texts: Sequence[Asked], prose: Sequence[Sequence[int]], length: int
+    reader: Reader, texts: Sequence[Asked], prose: Sequence[Sequence[int]], length: int
 ) -> list[bool]:
     """Whether each text was answered, in order. Each prose is read once for all its texts.
 

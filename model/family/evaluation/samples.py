@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.tokenizers.base import Tokenizer
 
 PROMPTS = ("The captain looked at the sea and", "My friends, the state of our country")
@@ -23,7 +23,7 @@ class Sample:
 
 
 def measure(
-    reader: Reads, tokenizer: Tokenizer, prompts: Sequence[str] = PROMPTS
+    reader: Reader, tokenizer: Tokenizer, prompts: Sequence[str] = PROMPTS
 ) -> tuple[Sample, ...]:
     """TOKENS tokens after each prompt."""
     return tuple(
@@ -33,7 +33,7 @@ def measure(
 
 
 def continuation(
-    reader: Reads, tokenizer: Tokenizer, prompt: str, temperature: float, seed: int, length: int
+    reader: Reader, tokenizer: Tokenizer, prompt: str, temperature: float, seed: int, length: int
 ) -> str:
     """The text of `length` tokens after the prompt, sampled without truncation by the seed."""
     drawn = torch.Generator().manual_seed(seed)

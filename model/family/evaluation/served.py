@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ropewalk.model.family.evaluation.losses import token_losses
-from ropewalk.model.family.evaluation.reading import Reads
+from ropewalk.model.family.evaluation.reading import Reader
 from ropewalk.model.family.evaluation.texts import Texts
 
 DTYPES = ("float32", "bfloat16")
@@ -30,7 +30,7 @@ class ServedLoss:
 
 
 def measure(
-    reader: Reads,
+    reader: Reader,
     texts: Texts,
     serve: Serve,
     folder: Path,

@@ -24,6 +24,7 @@ from ropewalk.report.statistics import Estimate, by_document
 
 SEQUENCE, OTHER = "sequence", "other"  # names in the cache
 SLIDES = (1, 32)  # numbers of slides after which it is measured
+CASES = len(SLIDES) + 2  # in each of which a text is read once
 OPS = {"shift": Op.EVICT_RENUMBER, "slide": Op.EVICT_RENUMBER, "move": Op.MOVE_SPAN}
 
 
@@ -47,7 +48,7 @@ def needed(trained: int) -> int:
 def measure(
     decoder: Decoder, texts: Texts, trained: int, done: Callable[[float], object]
 ) -> tuple[Divergence, ...]:
-    """trained: a multiple of four blocks. `done` is called for each text, `cases()` times unless
+    """trained: a multiple of four blocks. `done` is called for each text, CASES times unless
     it is refused."""
 
     def evicted(blocks: int, times: int) -> list[list[float]]:
@@ -69,11 +70,6 @@ def measure(
         found.append(_divergence(decoder, texts, "slide", times, partial(evicted, 1, times)))
     found.append(_divergence(decoder, texts, "move", 1, moved))
     return tuple(found)
-
-
-def cases() -> int:
-    """How many times each text is read."""
-    return len(SLIDES) + 2
 
 
 def _divergence(

@@ -21,7 +21,7 @@ def measured(encoding: str, **changes):
     calls = []
     found = shortened.measure(decoder, TEXTS, TRAINED, calls.append)
     refused = any(one.refusal for one in found)
-    assert len(calls) == (0 if refused else shortened.cases() * len(TEXTS.tokens))
+    assert len(calls) == (0 if refused else shortened.CASES * len(TEXTS.tokens))
     return {(one.operation, one.times): one for one in found}
 
 
