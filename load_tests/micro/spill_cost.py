@@ -89,11 +89,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         device, dtype = device_of(args)
         kernels = find_kernels(device)
-        self._context, self._batch, self._random = (
-            args.context,
-            args.batch,
-            random.Random(args.seed),
-        )
+        self._context, self._batch = args.context, args.batch
+        self._random = random.Random(args.seed)
         # Longer than the prefix takes to come back, a block in each step, and to leave.
         self._answer = self._context // BLOCK_SIZE + 16 * BLOCK_SIZE
         longest = self._context + self._answer

@@ -123,16 +123,8 @@ class Made:
             system = _somewhere(range(20_000, 1 << 15))  # Dynamo reads 16 bits with a sign
             words = ["env", f"DYN_FILE_KV={found_in}", f"DYN_SYSTEM_PORT={system.port}"]
             words += [self.python, str(DYNAMO / "worker.py"), self.model]
-            words += [
-                "--tokenizer",
-                str(self.tokenizer),
-                *_options(_KV),
-                "--threads",
-                "1",
-                "--endpoint-types",
-                "completions",
-                *planes,
-            ]
+            words += ["--tokenizer", str(self.tokenizer), *_options(_KV), "--threads", "1"]
+            words += ["--endpoint-types", "completions", *planes]
             workers.append(Command(f"worker {number}", words, system))
         router = _somewhere()
         words = ["env", f"DYN_FILE_KV={found_in}", self.python, "-m", "dynamo.frontend"]

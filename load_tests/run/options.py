@@ -127,14 +127,9 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
         metavar="URL",
         help=f"a running server; repeat to compare several (default: {DEFAULT_URL})",
     )
-    add(
-        server,
-        "--serve WHAT",
-        parse_serve,
-        None,
-        "start servers instead: `family` for the bundled models, shape:NAME or the path of a "
-        "config.json for random weights of that shape",
-    )
+    what = "start servers instead: `family` for the bundled models, shape:NAME or the path of a "
+    what += "config.json for random weights of that shape"
+    add(server, "--serve WHAT", parse_serve, None, what)
     room = "context length of started servers (default: what the workload needs)"
     add(server, "--context N", count, None, room)
     server.add_argument(
@@ -158,22 +153,12 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
 def _add_variant_options(options: argparse.ArgumentParser) -> None:
     variants = options.add_argument_group("variants: what is compared, with nope as the baseline")
     every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
-    first = "the first one of each"
-    add(
-        variants,
-        "--encodings NAME,...",
-        _encodings,
-        (),
-        f"encodings for --serve, or package.module:Class (default: {every})",
-    )
-    add(
-        variants,
-        "--variants NAME:SETTING,...",
-        _variants,
-        (),
-        f"for --serve, one server each: {settings}",
-    )
-    add(variants, "--models NAME,...", _names, (), f"models of running servers (default: {first})")
+    encodings = f"encodings for --serve, or package.module:Class (default: {every})"
+    add(variants, "--encodings NAME,...", _encodings, (), encodings)
+    apart = f"for --serve, one server each: {settings}"
+    add(variants, "--variants NAME:SETTING,...", _variants, (), apart)
+    models = "models of running servers (default: the first one of each)"
+    add(variants, "--models NAME,...", _names, (), models)
 
 
 def program(

@@ -32,9 +32,9 @@ an encoding.
     metavar=OUTSIDE,
     help="also list this encoding from outside the project; repeatable",
 )
-def encodings(as_json: bool, operations: bool, encoding: tuple[str, ...]) -> int:
+def encodings(as_json: bool, operations: bool, encoding: tuple[str, ...]) -> None:
     """List the positional encodings."""
     # Late: it loads torch.
-    from ropewalk.server.studies.encodings import run, run_operations
+    from ropewalk.server.studies.encodings import run
 
-    return (run_operations if operations else run)(encoding, as_lines_of_json=as_json)
+    run(encoding, operations=operations, as_lines_of_json=as_json)

@@ -32,44 +32,30 @@ from ropewalk.server.terminal import line_width, said_if_long
 LABEL = 18  # width of the labels at the left
 
 
-def run(others: Sequence[str], *, as_lines_of_json: bool) -> int:
-    """Raises CommandError when one of `others` does not exist."""
-    place = this_machine()
-    entries = _entries(place, others)
-    if as_lines_of_json:
-        return _print_json(place, entries)
-    width = line_width()
-    print("\n\n".join("\n".join(lines(entry, width)) for entry in entries))
-    print(f"\n{footnote(place, width)}")
-    return 0
+def run(others: Sequence[str], *, operations: bool, as_lines_of_json: bool) -> None:
+    """With `operations`, what can be done to cached entries, run and timed.
 
-
-def run_operations(others: Sequence[str], *, as_lines_of_json: bool) -> int:
-    """What can be done to cached entries, run and timed. Raises CommandError like `run`."""
-    place = this_machine()
-    trial = timed_trial(place)
-    with said_if_long("running each operation several times"):
-        entries = [measured(entry, trial) for entry in _entries(place, others)]
-    if as_lines_of_json:
-        return _print_json(place, entries)
-    width = line_width()
-    print("\n".join(matrix(entries)))
-    print("\n" + "\n".join(reasons(entries, width)))
-    print(f"\n{matrix_footnote(place, width)}")
-    return 0
-
-
-def _entries(place: Place, others: Sequence[str]) -> list[EncodingFacts]:
+    Raises CommandError when one of `others` does not exist.
+    """
+    place, width = this_machine(), line_width()
     try:
-        return catalogue(place, others)
+        entries = catalogue(place, others)
     except EncodingError as error:
         raise CommandError(str(error)) from error
-
-
-def _print_json(place: Place, entries: Sequence[EncodingFacts]) -> int:
-    body = listing(place, map(as_json, entries))
-    print(json.dumps(body, indent=2, ensure_ascii=False))
-    return 0
+    if operations:
+        trial = timed_trial(place)
+        with said_if_long("running each operation several times"):
+            entries = [measured(entry, trial) for entry in entries]
+    if as_lines_of_json:
+        body = listing(place, map(as_json, entries))
+        print(json.dumps(body, indent=2, ensure_ascii=False))
+    elif operations:
+        print("\n".join(matrix(entries)))
+        print("\n" + "\n".join(reasons(entries, width)))
+        print(f"\n{matrix_footnote(place, width)}")
+    else:
+        print("\n\n".join("\n".join(lines(entry, width)) for entry in entries))
+        print(f"\n{footnote(place, width)}")
 
 
 def this_machine() -> Place:

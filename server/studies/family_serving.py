@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from ropewalk.server.cli.serve import from_program
-from ropewalk.server.config import ServerConfig, server_config
+from ropewalk.server.config import server_config
 from ropewalk.server.errors import CommandError
 from ropewalk.server.http.in_thread import HOST, in_thread
 from ropewalk.server.http.protocol import Server, uvicorn_config
@@ -29,7 +29,11 @@ def served_logprobs(
 
     trusted: encodings outside this project whose code may run.
     """
-    app = application(_configured(folder, dtype, context, trusted), Metrics(), lambda: None).app
+    # As for `ropewalk serve` with these values; what variables and files say does not count.
+    options = {"dtype": dtype, "max_model_len": context, "kv_memory": "256M"}
+    told = {"models": [f"{NAME}={folder}"], "trust_encoding": tuple(trusted)}
+    config = server_config(from_program(options | told))
+    app = application(config, Metrics(), lambda: None).app
     made = uvicorn_config(app, host=HOST, port=0, log_config=None, access_log=False)
     with in_thread(Server(made, app.state.drain, DRAIN_S)) as port:
         return [_asked(port, prompt) for prompt in prompts]
@@ -61,10 +65,3 @@ def _asked(port: int, prompt: Sequence[int]) -> list[float]:
         )
     found: list[float] = json.loads(text)["choices"][0]["logprobs"]["token_logprobs"]
     return found[1 : len(prompt)]
-
-
-def _configured(folder: Path, dtype: str, context: int, trusted: Collection[str]) -> ServerConfig:
-    """That of `ropewalk serve` with these values; what variables and files say does not count."""
-    options = {"dtype": dtype, "max_model_len": context, "kv_memory": "256M"}
-    told = {"models": [f"{NAME}={folder}"], "trust_encoding": tuple(trusted)}
-    return server_config(from_program(options | told))

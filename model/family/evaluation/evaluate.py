@@ -199,16 +199,16 @@ def _divergences(subject: Subject, task: Task) -> tuple[shortened.Divergence, ..
 
 
 def _served(subject: Subject, task: Task) -> tuple[served.ServedLoss, ...]:
-    texts = task.texts(served.STRETCH * subject.trained, task.sizes.served_texts)
+    context = served.STRETCH * subject.trained
+    texts = task.texts(context, task.sizes.served_texts)
     with subject.bar("over HTTP", len(served.DTYPES), "server") as bar:
         return served.measure(
             subject.reader,
             texts,
             task.serve,
             subject.member.folder,
-            trained=subject.trained,
-            reach=subject.reach(served.STRETCH * subject.trained),
-            done=bar.update,
+            subject.reach(context),
+            bar.update,
         )
 
 

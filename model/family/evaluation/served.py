@@ -34,13 +34,13 @@ def measure(
     texts: Texts,
     serve: Serve,
     folder: Path,
-    *,
-    trained: int,
-    reach: int,
+    context: int,
     done: Callable[[float], object],
 ) -> tuple[ServedLoss, ...]:
-    """Empty if the model's own losses are not finite. `done` is called after each dtype."""
-    context = min(STRETCH * trained, reach)
+    """Empty if the model's own losses are not finite. `done` is called after each dtype.
+
+    context: of the server; texts are cut to it.
+    """
     prompts = [own[: context - 1] for own in texts.tokens]  # leaves room for the generated token
     offline = [loss for own in prompts for loss in token_losses(reader, own).tolist()]
     if not all(map(math.isfinite, offline)):

@@ -39,27 +39,20 @@ REACH = 32768  # positions at which codes are counted, unless the encoding has a
 
 def pictures(subject: Subject) -> list[Picture | Omitted]:
     """Angles, vectors, biases, scores, codes; those that do not apply come last."""
-    vector = vector_pictures.vectors(subject)
-    found = [
+    found = (
         rotation_pictures.angles(subject),
-        *([] if vector is None else [vector]),
+        vector_pictures.vectors(subject),
         bias_pictures.biases(subject),
         *_scores(subject),
         codes(subject),
-    ]
-    return sorted(found, key=lambda part: isinstance(part, Omitted))
+    )
+    return sorted(filter(None, found), key=lambda part: isinstance(part, Omitted))
 
 
 def _scores(subject: Subject) -> list[Picture | Omitted]:
-    found = [
-        one
-        for one in (
-            rotation_pictures.scores(subject),
-            bias_pictures.scores(subject),
-            vector_pictures.scores(subject),
-        )
-        if one is not None
-    ]
+    makers = (rotation_pictures.scores, bias_pictures.scores, vector_pictures.scores)
+    made = (make(subject) for make in makers)
+    found = [one for one in made if one is not None]
     about = f"With {subject.title}, scores depend on content alone, not on distance."
     if subject.by_content:
         about = f"With {subject.title}, what distance does to a score depends on the text."

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -196,30 +197,18 @@ def _draw_operations(
         for place, one in enumerate(known):
             color, marker = look(one.label, labels)
             for own in one.divergences or ():
-                if (own.operation, own.times) != (operation, times) or own.divergence is None:
+                if (own.operation, own.times) != (operation, times):
                     continue
-                value = own.divergence
+                if (value := own.divergence) is None:
+                    style: Any = {"ha": "center", "va": "center", "color": INK, "fontsize": 8.5}
+                    at = axes.get_yaxis_transform()
+                    axes.text(0.5, place, "refused", transform=at, **style)
+                    continue
                 sides = ([max(value.value - value.low, 0)], [max(value.high - value.value, 0)])
                 axes.errorbar(value.value, place, xerr=sides, color=color, marker=marker)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("")
         axes.set_xlabel("KL, nats")
-        _refused(axes, known, operation)
     row[0].set_yticks(range(len(known)), [one.label for one in known])
     row[0].set_ylim(len(known) - 0.5, -0.5)
-
-
-def _refused(axes: Axes, members: Sequence[Measured], operation: str) -> None:
-    for place, one in enumerate(members):
-        if any(own.operation == operation and own.refusal for own in one.divergences or ()):
-            axes.text(
-                0.5,
-                place,
-                "refused",
-                transform=axes.get_yaxis_transform(),
-                ha="center",
-                va="center",
-                color=INK,
-                fontsize=8.5,
-            )
