@@ -141,7 +141,7 @@ def passes_of(
     """The decoder's pass in each cell, from few tokens to many."""
     ordered = sorted(cells, key=lambda cell: cell.tokens)
     blocks = max(blocks_for(cell.batch, cell.context) for cell in ordered)
-    kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device)
+    kv = new_cache(decoder, blocks)
     for cell in ordered:
         if budget.over:
             yield LeftOut("pass", OWN, shape, cell, NO_TIME)
@@ -176,9 +176,7 @@ def prefill_of(
     shape: str, decoder: Decoder, tokens: int, setting: Setting, budget: Budget
 ) -> Iterator[Found]:
     """The pass over one whole prompt."""
-    kv = new_cache(
-        decoder.config, blocks_for(1, tokens), dtype=setting.dtype, device=setting.device
-    )
+    kv = new_cache(decoder, blocks_for(1, tokens))
     calls = passes({OWN: decoder}, kv, 1, tokens, rows=tokens)
     least = setting.ceiling.prefill_seconds(decoder.config, tokens)
     samples = sampled(calls[OWN], setting, budget)
@@ -252,7 +250,7 @@ def encodings_of(
     decoder = made[ZERO]
     blocks = blocks_for(cell.batch, cell.context)
     gates = max(each.gates for each in made.values())
-    kv = new_cache(decoder.config, blocks, dtype=setting.dtype, device=setting.device, gates=gates)
+    kv = new_cache(decoder, blocks, gates)
     variants = {**made, AGAIN: decoder}
     rows = {"decode": (cell.batch, 1), "prefill": (1, min(CHUNK, cell.context))}
     calls: dict[str, Mapping[str, Call]] = {}

@@ -21,7 +21,6 @@ from ropewalk.model.weights.checksums import Seals
 from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import server_config
 from ropewalk.server.engine.assemble import Wired, sums_by, wired
-from ropewalk.server.engine.engine import Engine
 from ropewalk.server.engine.statistics import PositionMeter
 from ropewalk.server.launch.build import Loaded, load_models
 from ropewalk.server.metrics.exporter import Metrics
@@ -54,13 +53,7 @@ def decoding(
     """
     config, device = decoder.config, decoder.device
     longest = context + steps + 1
-    kv = new_cache(
-        config,
-        blocks_for(requests, longest),
-        dtype=decoder.dtype,
-        device=device,
-        gates=decoder.gates,
-    )
+    kv = new_cache(decoder, blocks_for(requests, longest))
     compute = forward or replayed(decoder, kv, requests, longest)
 
     def past_prompts(batch: ForwardBatch, kv: KVCache) -> Tensor:
@@ -93,27 +86,29 @@ def decoding(
     return made
 
 
-def engine(
+def idle(
     config: ModelConfig,
-    kv: KVCache,
+    blocks: int,
     *,
     max_seqs: int,
     max_context: int,
     max_step_tokens: int = 512,
     kernels: Kernels | str,
     wait: Callable[[ForwardBatch], object] = lambda batch: None,
-) -> Engine:
-    """An engine on all of `kv` that computes nothing: the next token is always 0.
+) -> Wired:
+    """An engine on the CPU that computes nothing: the next token is always 0.
 
-    A pass takes as long as `wait`.
+    `blocks` of its cache. A pass takes as long as `wait`.
     """
+    device = torch.device("cpu")
+    kv = KVCache(config, blocks=blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=device)
 
     def first_token(batch: ForwardBatch, kv: KVCache) -> Tensor:
         """Logits of a vocabulary of two, the first of which is the likelier."""
         wait(batch)
-        return torch.tensor([[1.0, 0.0]], device=kv.device).expand(len(batch.output_rows), -1)
+        return torch.tensor([[1.0, 0.0]]).expand(len(batch.output_rows), -1)
 
-    encoding = create(config.encoding, config, config.trained_context, kv.device)
+    encoding = create(config.encoding, config, config.trained_context, device)
     return wired(
         "measured",
         first_token,
@@ -124,4 +119,4 @@ def engine(
         PositionMeter(lambda context: encoding.work(config, context, kv.block_size)),
         kernels,
         sampler=Sampler(),
-    ).engine
+    )

@@ -76,9 +76,7 @@ def losses(
     decoder: Decoder, texts: Sequence[Sequence[int]], stored: torch.dtype | None = None
 ) -> list[float]:
     """Nats per token of each text; stored: dtype of keys and values, if not the decoder's."""
-    kv = untouched_cache(
-        decoder.config, blocks_for(1, LENGTH), dtype=stored or decoder.dtype, device=CPU
-    )
+    kv = untouched_cache(decoder, blocks_for(1, LENGTH), dtype=stored)
     found = []
     for text in texts:
         rows = len(text) - 1
@@ -91,11 +89,7 @@ def losses(
 def step_times(made: Mapping[str, Decoder], requests: int) -> dict[str, list[float]]:
     """Seconds of decoding one token of each request, by precision, round by round."""
     batch, blocks = step(requests, CONTEXT, 1, CPU), blocks_for(requests, CONTEXT)
-    caches = {
-        name: new_cache(each.config, blocks, dtype=each.dtype, device=CPU)
-        for name, each in made.items()
-    }
-    calls = {name: partial(decoder, batch, caches[name]) for name, decoder in made.items()}
+    calls = {name: partial(each, batch, new_cache(each, blocks)) for name, each in made.items()}
     taken = list(rounds(calls, ROUNDS, "wall", f"{requests} requests"))
     return {name: [each[name] for each in taken] for name in made}
 

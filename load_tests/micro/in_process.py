@@ -16,7 +16,7 @@ from ropewalk.load_tests.common.rounds import Call
 from ropewalk.load_tests.run.serving import SETTINGS
 from ropewalk.model.attention.base import choose, spec_for
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec
 from ropewalk.model.decoder import Decoder, Forward
 from ropewalk.model.encodings.base import EncodingError, create, names
 from ropewalk.model.kernels.backends import all_backends, decoder_on
@@ -89,15 +89,14 @@ def decoders(
     }
 
 
-def new_cache(
-    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device, gates: int = 0
-) -> KVCache:
+def new_cache(decoder: Decoder, blocks: int, gates: int = 0) -> KVCache:
     """A cache full of numbers of a realistic size, so that no kernel meets a special case.
 
-    gates: as in KVCache. They forget so little that no key is left out.
+    gates: as in KVCache, if others than the decoder need more. They forget so little that no key
+    is left out.
     """
-    kv = untouched_cache(config, blocks, dtype=dtype, device=device, gates=gates)
-    generator = torch.Generator(device).manual_seed(0)
+    kv = untouched_cache(decoder, blocks, gates=gates)
+    generator = torch.Generator(kv.device).manual_seed(0)
     for part in kv.whole:
         part.normal_(generator=generator)
     if kv.whole.gates is not None:
@@ -106,11 +105,16 @@ def new_cache(
 
 
 def untouched_cache(
-    config: ModelConfig, blocks: int, *, dtype: torch.dtype, device: torch.device, gates: int = 0
+    decoder: Decoder, blocks: int, *, dtype: torch.dtype | None = None, gates: int = 0
 ) -> KVCache:
-    """Takes no memory on a CPU until it is written to."""
+    """Takes no memory on a CPU until it is written to. dtype: if not the decoder's."""
     return KVCache(
-        config, blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, device=device, gates=gates
+        decoder.config,
+        blocks=blocks,
+        block_size=BLOCK_SIZE,
+        dtype=dtype or decoder.dtype,
+        device=decoder.device,
+        gates=max(gates, decoder.gates),
     )
 
 

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import torch
-
 from ropewalk.load_tests.client.client import Server as Address
 from ropewalk.load_tests.client.client import Unreachable, fetch
-from ropewalk.load_tests.micro.engines import engine as idle_engine
-from ropewalk.load_tests.micro.in_process import blocks_for, new_cache
+from ropewalk.load_tests.micro.engines import idle
+from ropewalk.load_tests.micro.in_process import blocks_for
 from ropewalk.load_tests.micro.profile_engine import NAME, Stopwatch, metrics_for, watched
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.loading.random_weights import SHAPES
@@ -47,9 +45,6 @@ def http_times(
     """
     answer = 1 + _WARM + steps + 1  # the first token may come before the last request
     context = 2 + answer
-    kv = new_cache(
-        _SHAPE, blocks_for(requests, context), dtype=torch.float32, device=torch.device("cpu")
-    )
     came = time.monotonic() + _TOGETHER_S
 
     def wait(batch: ForwardBatch) -> None:
@@ -57,23 +52,23 @@ def http_times(
             time.sleep(0.001)
         time.sleep(step_s)
 
-    made = idle_engine(
+    made = idle(
         _SHAPE,
-        kv,
+        blocks_for(requests, context),
         max_seqs=requests,
         max_context=context,
         max_step_tokens=2 * requests,
         kernels="nothing is computed",
         wait=wait,
     )
-    metrics = metrics_for(kv)
+    metrics = metrics_for(made.kv)
     steady = Steady(requests, steps, clock)
 
     def observe(model: str, stats: StepStats) -> None:
         metrics.observe_step(model, stats)
         steady.observe(stats)
 
-    engine = AsyncEngine({NAME: made}, observe)
+    engine = AsyncEngine({NAME: made.engine}, observe)
     app = create_app(Models([_served(context)]), engine, metrics, HttpOptions())
     server = Server(uvicorn_config(app, host=HOST, port=0, log_config=None), app.state.drain, 5.0)
     with (

@@ -7,18 +7,15 @@ block.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.types import BLOCK_SIZE
 from ropewalk.load_tests.common.rounds import Call
-from ropewalk.load_tests.micro.engines import engine
+from ropewalk.load_tests.micro.engines import idle
 from ropewalk.load_tests.micro.in_process import (
     blocks_for,
     new_cache,
     request,
     step,
-    untouched_cache,
 )
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.kernels.cpu.bindings import Kernels
@@ -82,13 +79,12 @@ def bookkeeping(kernels: Kernels | str) -> list[Part]:
 
 
 def _passes(decoder: Decoder, largest: Mapping[str, int]) -> list[Part]:
-    device, dtype = decoder.device, decoder.dtype
     short = 512
     blocks = max(blocks_for(largest["batch"], short), blocks_for(1, largest["context"]))
-    kv = new_cache(decoder.config, blocks, dtype=dtype, device=device)
+    kv = new_cache(decoder, blocks)
 
     def passing(requests: int, context: int) -> Call:
-        batch = step(requests, context, 1, device)
+        batch = step(requests, context, 1, decoder.device)
         return lambda: decoder(batch, kv)
 
     return [
@@ -184,16 +180,15 @@ class _Host:
         return _decode(self._engine(blocks, requests), requests, prompt)
 
     def _engine(self, blocks: int, max_seqs: int, max_step_tokens: int = 512) -> Engine:
-        device = torch.device("cpu")
-        kv = untouched_cache(NARROW, blocks, dtype=torch.float32, device=device)
-        return engine(
+        made = idle(
             NARROW,
-            kv,
+            blocks,
             max_seqs=max_seqs,
             max_context=blocks * BLOCK_SIZE,
             max_step_tokens=max_step_tokens,
             kernels=self.kernels,
         )
+        return made.engine
 
 
 def _decode(made: Engine, requests: int, prompt: int) -> Engine:

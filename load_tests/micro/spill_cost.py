@@ -100,7 +100,7 @@ class Bench:
         (decoder,) = made.values()
         config = decoder.config
         blocks = blocks_for(1, longest) + blocks_for(self._batch, BLOCK_SIZE + self._answer)
-        kv = untouched_cache(config, blocks, dtype=dtype, device=device)
+        kv = untouched_cache(decoder, blocks)
         ledger = ledger_of(kv, kernels)
         self._place = Timed(kv, 2 * blocks, ledger)
         self._manager = CacheManager(blocks, BLOCK_SIZE, place=self._place)

@@ -167,13 +167,8 @@ def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         kernels=find_kernels(device),
     )
     made[AGAIN] = made[ZERO]
-    kv = new_cache(
-        made[ZERO].config,
-        blocks_for(args.batch, args.context),
-        dtype=dtype,
-        device=device,
-        gates=max(each.gates for each in made.values()),
-    )
+    gates = max(each.gates for each in made.values())
+    kv = new_cache(made[ZERO], blocks_for(args.batch, args.context), gates)
     steps = {
         "decode": (args.batch, 1, args.rounds),
         "prefill": (1, args.chunk, args.prefill_rounds),

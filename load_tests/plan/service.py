@@ -9,15 +9,13 @@ from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
-import numpy.typing as npt
 
 from ropewalk.load_tests.client.client import Server, Unreachable, complete, get_json
 from ropewalk.load_tests.common.types import Outcome, Profile, Request
 from ropewalk.load_tests.plan.traffic import Traffic
 from ropewalk.load_tests.workload.arrivals import drive
 from ropewalk.load_tests.workload.prompts import PromptMaker
-
-Floats = npt.NDArray[np.float64]
+from ropewalk.report.statistics import Floats
 
 BATCHES = (1, 2, 4, 8, 16)
 _OUTPUT = 24  # tokens of each request of a batch

@@ -71,13 +71,13 @@ def to_html(report: Report) -> str:
 def panel(index: int, audit: Audit) -> Section:
     """One encoding's section."""
     rows, positions = len(audit.steps), audit.steps[-1].length
-    width, height = WIDTH / positions, _height(rows)
+    width, height = WIDTH / positions, min(max(HEIGHT / rows, LOW), HIGH)
     badge, verdict = told(audit)
     picture = Picture(
         "panel",
         f"{audit.name}: {verdict}",
         "",
-        lambda figure: _draw(figure, audit),
+        lambda figure: _draw(figure, audit, height),
         (TOP + rows * height + BOTTOM) / 72,
         (LEFT + WIDTH + 2) / 72,
         {"arm": index, "width": width, "height": height, "left": LEFT, "top": TOP},
@@ -147,14 +147,13 @@ def _marks(step: AuditStep) -> list[tuple[str, ...]]:
     return [tuple(mark for mark, *_ in MARKS if mark in one) for one in said]
 
 
-def _height(rows: int) -> float:
-    return min(max(HEIGHT / rows, LOW), HIGH)
+def _draw(figure: Figure | SubFigure, audit: Audit, height: float) -> None:
+    """A path for each colour; lengths at the left, positions below, the trained length.
 
-
-def _draw(figure: Figure | SubFigure, audit: Audit) -> None:
-    """A path for each colour; lengths at the left, positions below, the trained length."""
+    height: of a row.
+    """
     first, last, rows = audit.steps[0].length, audit.steps[-1].length, len(audit.steps)
-    across, down = LEFT + WIDTH + 2, TOP + rows * _height(rows) + BOTTOM
+    across, down = LEFT + WIDTH + 2, TOP + rows * height + BOTTOM
     at = (LEFT / across, BOTTOM / down, WIDTH / across, 1 - (TOP + BOTTOM) / down)
     axes = figure.add_axes(at, xlim=(0, last), ylim=(rows, 0))
     axes.axis("off")

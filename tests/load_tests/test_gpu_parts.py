@@ -92,7 +92,7 @@ def test_few_rows_are_measured_with_linear_layers_by_torch_too(monkeypatch):
         found.append((each.system, each.cell.batch, bool(launched)))
         launched.clear()
     assert found == [(OWN, 1, True), (BY_TORCH, 1, False), (OWN, FEW_ROWS + 1, False)]
-    kv = new_cache(decoder.config, 2, dtype=torch.float32, device=DEVICE)
+    kv = new_cache(decoder, 2)
     decoder(step(1, 16, 1, CPU), kv)
     assert launched  # as before
 

@@ -68,7 +68,7 @@ def test_panels_are_the_same_tensors(every):
 
 def test_logits_are_those_of_a_decoder_by_itself(every, kernels):
     """Sharing changes nothing: alone, with the same weights drawn anew, it computes the same."""
-    kv = new_cache(every["nope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
+    kv = new_cache(every["nope"], blocks_for(2, 40))
     batch = step(2, 40, 3, CPU)
     seen = []
     for variant in ("t5", "rope:block", "learned"):
@@ -81,7 +81,7 @@ def test_logits_are_those_of_a_decoder_by_itself(every, kernels):
 
 
 def test_forms_compute_the_same(every):
-    kv = new_cache(every["nope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
+    kv = new_cache(every["nope"], blocks_for(2, 40))
     batch = step(2, 40, 1, CPU)
     window, table, dense = (
         every[variant](batch, kv) for variant in ("t5", "t5:table", "t5:materialised")
@@ -98,7 +98,7 @@ def test_decode_steps_are_replayed_where_there_is_a_recorder(plain, monkeypatch)
         recorded.append(compute)
         return compute
 
-    kv = new_cache(plain["rope"].config, blocks_for(2, 40), dtype=torch.float32, device=CPU)
+    kv = new_cache(plain["rope"], blocks_for(2, 40))
     variants = {variant: plain[variant] for variant in ("nope", "rope")}
     asked = [call() for call in passes(variants, kv, 2, 40, rows=1).values()]
     assert recorded == []
@@ -115,7 +115,7 @@ def test_what_cannot_be_recorded_is_computed_as_it_comes(plain, monkeypatch, cap
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(in_process, "recorder", lambda decoder: record)
-    kv = new_cache(plain["rope"].config, blocks_for(1, 40), dtype=torch.float32, device=CPU)
+    kv = new_cache(plain["rope"], blocks_for(1, 40))
     (call,) = passes({"rope": plain["rope"]}, kv, 1, 40, rows=1).values()
     assert call().isfinite().all()
     assert "batch 1, context 40 without CUDA graphs: no memory" in caplog.text

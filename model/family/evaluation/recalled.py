@@ -85,8 +85,12 @@ def measure(
         right = _answers(reader, fitting, prose, length)
         for kind in KINDS:
             for wanted in dict.fromkeys(one.wanted for one in fitting):
-                of_cell = [one.kind == kind and one.wanted == wanted for one in fitting]
-                cells.append(_cell(fitting, right, of_cell, length))
+                of_cell = [
+                    (one, answered)
+                    for one, answered in zip(fitting, right, strict=True)
+                    if (one.kind, one.wanted) == (kind, wanted)
+                ]
+                cells.append(_cell(of_cell, length))
                 done(1)
     return Recalls(trained, reach, tuple(cells))
 
@@ -131,17 +135,15 @@ def _answers(
     return [right[number] for number in range(len(texts))]
 
 
-def _cell(
-    texts: Sequence[Asked], right: Sequence[bool], of_cell: Sequence[bool], length: int
-) -> RecallCell:
-    own = [one for one, here in zip(texts, of_cell, strict=True) if here]
-    hits = sum(answered for answered, here in zip(right, of_cell, strict=True) if here)
+def _cell(texts: Sequence[tuple[Asked, bool]], length: int) -> RecallCell:
+    """texts: of one kind and distance, and whether each was answered."""
+    (one, _), hits = texts[0], sum(answered for _, answered in texts)
     return RecallCell(
-        kind=own[0].kind,
+        kind=one.kind,
         length=length,
-        wanted=own[0].wanted,
-        distance=sum(one.distance for one in own) / len(own),
+        wanted=one.wanted,
+        distance=sum(each.distance for each, _ in texts) / len(texts),
         right=hits,
-        trials=len(own),
-        share=wilson(hits, len(own)),
+        trials=len(texts),
+        share=wilson(hits, len(texts)),
     )

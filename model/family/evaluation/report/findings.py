@@ -58,17 +58,16 @@ def verdict(measured: Measured) -> Verdict | None:
         return None
     if losses.refusal and losses.reach <= losses.trained:
         return Verdict(Beyond.REFUSES, None, None)
-    far = [one for one in losses.bins if one.change is not None]
-    if not far:
+    bins = [(one, one.change) for one in losses.bins if one.change is not None]
+    if not bins:
         return None
-    costs = [one.change for one in far if one.change is not None]
+    costs = [cost for _, cost in bins]
     if any(cost.low > BREAKS or math.isnan(cost.value) for cost in costs):
         kind = Beyond.BREAKS
     elif any(cost.low > HOLDS for cost in costs):
         kind = Beyond.DEGRADES
     else:
         kind = Beyond.HOLDS if all(cost.high <= HOLDS for cost in costs) else Beyond.OPEN
-    bins = list(zip(far, costs, strict=True))
     worst, _ = max(bins, key=lambda one: math.inf if math.isnan(one[1].value) else one[1].value)
     certain = list(takewhile(lambda one: one[1].low > HOLDS, reversed(bins)))
     return Verdict(kind, worst, certain[-1][0] if certain else None)
