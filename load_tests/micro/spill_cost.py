@@ -4,9 +4,8 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TypeVar
 
 from ropewalk.cache.manager import CacheManager
 from ropewalk.cache.spill import HostMemory
@@ -21,6 +20,7 @@ from ropewalk.load_tests.micro.measured import (
     run,
     write,
 )
+from ropewalk.load_tests.micro.profile_engine import Stopwatch
 from ropewalk.load_tests.report.formatting import milliseconds
 from ropewalk.load_tests.run.options import add, count, program
 from ropewalk.model.kernels.backends import sampler_of
@@ -32,9 +32,8 @@ from ropewalk.server.scheduling.request import Limits
 
 LEAST = 5.0  # times faster
 MOST_S = 0.002  # of one step
+MOVES = "moves"
 COMPUTED, RESTORED, BESIDE = "computed", "restored", "restored beside others"
-T = TypeVar("T")
-
 COMING, LEAVING = "moved in a step, coming back", "moved in a step, preempted"
 
 _DESCRIPTION = f"""\
@@ -60,29 +59,6 @@ Exit status: 0; 1 when a limit does not hold; 2 when nothing was measured.
 """
 
 
-class Timed(HostMemory):
-    """Adds up the time that moves take."""
-
-    seconds = 0.0
-
-    def put(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self._timed(super().put, blocks, slots)
-
-    def take(self, slots: Sequence[int], blocks: Sequence[int]) -> list[bool]:
-        return self._timed(super().take, slots, blocks)
-
-    def _timed(
-        self,
-        move: Callable[[Sequence[int], Sequence[int]], T],
-        source: Sequence[int],
-        target: Sequence[int],
-    ) -> T:
-        began = time.thread_time()
-        result = move(source, target)
-        self.seconds += time.thread_time() - began
-        return result
-
-
 class Bench:
     """An engine whose cache holds `batch` short requests and one of `context`, and no more."""
 
@@ -102,8 +78,10 @@ class Bench:
         blocks = blocks_for(1, longest) + blocks_for(self._batch, BLOCK_SIZE + self._answer)
         kv = untouched_cache(decoder, blocks)
         ledger = ledger_of(kv, kernels)
-        self._place = Timed(kv, 2 * blocks, ledger)
-        self._manager = CacheManager(blocks, BLOCK_SIZE, place=self._place)
+        place, self._watch = HostMemory(kv, 2 * blocks, ledger), Stopwatch(time.thread_time)
+        for name in ("put", "take"):
+            setattr(place, name, self._watch.during(MOVES)(getattr(place, name)))
+        self._manager = CacheManager(blocks, BLOCK_SIZE, place=place)
         self._engine = wired(
             "measured",
             decoder,
@@ -151,9 +129,9 @@ class Bench:
 
     def _step(self) -> list[str]:
         """The requests that got a token."""
-        self._place.seconds = 0.0
+        self._watch.drain()
         events = self._engine.step().events
-        self._longest = max(self._longest, self._place.seconds)
+        self._longest = max(self._longest, self._watch.drain().get(MOVES, 0.0))
         return [event.request_id for event in events]
 
     def _make_room(self) -> None:

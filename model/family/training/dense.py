@@ -12,7 +12,6 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding, QueryBias, stored_gates
 from ropewalk.model.encodings.common.rotary import Rotation, Side
 from ropewalk.model.layers.executor import TorchExecutor
@@ -21,27 +20,10 @@ QUERIES = 128  # of a window, whose scores are computed as one product
 
 
 class DenseKV(KVCache):
-    """New memory for every layer of every pass, so that gradients find what was written."""
+    """New memory for every layer of every pass, so that gradients find what was written.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        windows: int,
-        length: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        gates: int = 0,
-    ) -> None:
-        """dtype: that of projected keys; bfloat16 under such an autocast. gates: as in KVCache."""
-        super().__init__(
-            replace(config, num_layers=0),
-            blocks=windows,
-            block_size=length,
-            dtype=dtype,
-            device=device,
-            gates=gates,
-        )
+    It has none of its own: made for no layers, and a block for each window.
+    """
 
     def layer(self, index: int) -> LayerKV:
         keys, values = (
@@ -148,13 +130,16 @@ def dense_batch(tokens: Tensor) -> ForwardBatch:
 
 
 def dense_logits(decoder: TorchExecutor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[windows, length] → [windows · length, vocab], with gradients. dtype: as in DenseKV."""
+    """[windows, length] → [windows · length, vocab], with gradients.
+
+    dtype: that of projected keys; bfloat16 under such an autocast.
+    """
     windows, length = tokens.shape
     config = decoder.program.config
     kv = DenseKV(
-        config,
-        windows=windows,
-        length=length,
+        replace(config, num_layers=0),
+        blocks=windows,
+        block_size=length,
         dtype=dtype,
         device=tokens.device,
         gates=stored_gates(decoder.program.encoding, config),
