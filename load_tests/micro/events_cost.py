@@ -80,15 +80,15 @@ def published_s() -> float:
     return spent / 1e9
 
 
-def measure(model: str, batch: int, count: int, *, silent_first: bool) -> Measured:
-    """With engines of their own, loaded in this order: no two lie in memory alike."""
+def measure(model: str, batch: int, count: int, pair: int) -> Measured:
+    """With engines of their own, of every other pair the silent first: no two lie alike."""
     steps = STEPS * (1 + count)  # of each engine: the first round does not count
-    room: dict[str, object] = {"kv_memory": "256M"}
     with tempfile.TemporaryDirectory() as folder:
         endpoint = f"ipc://{folder}/events"
-        telling = None if silent_first else loaded(model, kv_events=endpoint, **room)
-        silent = loaded(model, **room)
-        telling = telling or loaded(model, kv_events=endpoint, **room)
+        load = partial(loaded, model, kv_memory="256M")
+        telling = load(kv_events=endpoint) if pair % 2 else None
+        silent = load()
+        telling = telling or load(kv_events=endpoint)
         subscriber = subprocess.Popen([sys.executable, "-c", _SUBSCRIBER, endpoint])
         try:
             for engine in (silent.engine, telling.engine):
@@ -97,7 +97,7 @@ def measure(model: str, batch: int, count: int, *, silent_first: bool) -> Measur
                     engine.step()
             before = published_s()
             calls = {"quiet": partial(run, silent.engine), "told": partial(run, telling.engine)}
-            taken = list(rounds(calls, count, "processor", "events"))
+            taken = list(rounds(calls, count, "processor", f"{pair}"))
             own = (published_s() - before) / steps
         finally:
             subscriber.kill()
@@ -117,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(1)
     pairs = []
     for number in range(args.pairs):
-        pairs.append(measure(args.model, args.batch, args.rounds, silent_first=number % 2 == 0))
+        pairs.append(measure(args.model, args.batch, args.rounds, number))
         print(f"pair {number + 1}: {pairs[-1].told / pairs[-1].quiet - 1:+.2%}", flush=True)
     quiet = median_of([each.quiet for each in pairs]).value
     more = median_of([each.told / each.quiet - 1 for each in pairs])
