@@ -22,7 +22,7 @@ def test_served_and_offline_loss_are_one(encoding, reach, tmp_path) -> None:
     member = Member("model", "model", None, folder, folder / "log.jsonl")
     reader = Reader(load(opened(member), 2 * TRAINED, CPU), 2 * TRAINED)
     exact, rounded = served.measure(
-        reader, TEXTS, served_logprobs, folder, trained=TRAINED, reach=reach, done=lambda _: None
+        reader, TEXTS, served_logprobs, folder, reach, done=lambda _: None
     )
     assert (exact.length, exact.texts, exact.dtype) == (reach - 1, 2, "float32")
     assert exact.largest < 1e-4 and exact.served == pytest.approx(exact.offline, abs=1e-5)
