@@ -106,7 +106,8 @@ async def fetch(server: Server, method: str, path: str, body: object = None) -> 
     answer = Answer(encode_request(server, method, path, body), server.idle_s)
     error = await exchange(server.host, server.port, answer, server.timeout_s)
     if error is not None:
-        raise Unreachable(f"{server.url}{path}: {error}")
+        where = "" if "status" in error else "; start the server or correct the URL"
+        raise Unreachable(f"{server.url}{path}: {error}{where}")
     return answer.body
 
 

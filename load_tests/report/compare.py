@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ropewalk.load_tests.common.parser import Parser
 from ropewalk.load_tests.common.statistics import METRICS, RATES, Figures
 from ropewalk.load_tests.common.types import Result, Run
 from ropewalk.load_tests.report.cells import Cell, cells
@@ -106,7 +107,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def parser() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(
+    options = Parser(
         prog="ropewalk bench compare",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -130,26 +131,29 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def _refused(reason: str) -> int:
+    print(f"ropewalk bench compare: {reason}", file=sys.stderr)
+    return 2
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns 0: no condition holds; 1: one does; 2: no conclusion."""
     args = parser().parse_args(argv)
     try:
         before, after = read(args.before), read(args.after)
-    except (BadResult, OSError) as error:
-        print(f"ropewalk bench compare: {error}", file=sys.stderr)
-        return 2
+    except BadResult as error:
+        return _refused(str(error))
+    except OSError as error:
+        return _refused(f"{error.filename} cannot be read ({error.strerror}); give a result.json")
     conditions: Sequence[Condition] = args.fail_on
     metrics = tuple(dict.fromkeys((*_SHOWN, *(each.metric for each in conditions))))
     baseline = before.baseline if before.baseline == after.baseline and not args.plain else None
     old, new = _by_label(before), _by_label(after)
     rows = _compared(old, new, metrics, baseline)
     if not rows:
-        print(
-            "ropewalk bench compare: no variant was measured at the same point in both; "
-            "compare results of the same command",
-            file=sys.stderr,
+        return _refused(
+            "no variant was measured at the same point in both; compare results of the same command"
         )
-        return 2
     print(_table(rows))
     others = list(_others(before, after))
     for note in (

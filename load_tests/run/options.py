@@ -4,15 +4,19 @@ import argparse
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from ropewalk.load_tests.client.client import DIALECTS, split_base_url
+from ropewalk.load_tests.common.parser import Parser
 from ropewalk.load_tests.common.statistics import parse_slo
 from ropewalk.load_tests.common.types import Profile
 from ropewalk.load_tests.run.serving import parse_serve, parse_setting, setting_names
 from ropewalk.load_tests.workload.profiles import PROFILES, parse_profile
 from ropewalk.load_tests.workload.workloads import WORKLOADS, Sizes, Workload, workload_from
 
+_ENCODINGS = Path(__file__).parents[2] / "model" / "encodings"  # importing it takes a second
+# Of the bundled family: what is compared unless others are named.
 ENCODINGS = ("nope", "rope", "t5", "alibi", "learned", "sinusoidal")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -61,7 +65,7 @@ the load test ended early, 130 when it was interrupted.
 def parser() -> argparse.ArgumentParser:
     workloads = "".join(f"  {name:<14} {each.help}\n" for name, each in WORKLOADS.items())
     profiles = "".join(f"  {name:<22} {meaning}\n" for name, meaning in PROFILES.items())
-    options = argparse.ArgumentParser(
+    options = Parser(
         prog="ropewalk bench",
         description=(
             f"{_DESCRIPTION}\nworkloads:\n{workloads}"
@@ -153,7 +157,7 @@ def _add_server_options(options: argparse.ArgumentParser) -> None:
 def _add_variant_options(options: argparse.ArgumentParser) -> None:
     variants = options.add_argument_group("variants: what is compared, with nope as the baseline")
     every, settings = ",".join(ENCODINGS), ", ".join(setting_names())
-    encodings = f"encodings for --serve, or package.module:Class (default: {every})"
+    encodings = f"for --serve, also package.module:Class (default: the family's, {every})"
     add(variants, "--encodings NAME,...", _encodings, (), encodings)
     apart = f"for --serve, one server each: {settings}"
     add(variants, "--variants NAME:SETTING,...", _variants, (), apart)
@@ -220,10 +224,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _encodings(text: str) -> tuple[str, ...]:
+    known = [path.stem for path in sorted(_ENCODINGS.glob("[a-z]*.py")) if path.stem != "base"]
     for name in (names := _names(text)):
-        if name not in ENCODINGS and ":" not in name:
+        if name not in known and ":" not in name:
             raise ValueError(
-                f"there is no encoding {name!r}; use some of {', '.join(ENCODINGS)}, or "
+                f"there is no encoding {name!r}; use some of {', '.join(known)}, or "
                 "package.module:Class"
             )
     return names

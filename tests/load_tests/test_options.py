@@ -41,7 +41,10 @@ def test_sizes_take_thousands():
         (["--profile", "closed:0"], "'closed:0' is no profile"),
         (["--serve", "nothing"], "'nothing' cannot be served"),
         (["--variants", "t5:fast"], "'t5:fast' is no bias form"),
-        (["--encodings", "rope,morse"], "there is no encoding 'morse'"),
+        (
+            ["--encodings", "rope,morse"],
+            "there is no encoding 'morse'; use some of alibi, forg",
+        ),
         (["--models", "a,,b"], "empty name"),
         (["--slo", "ttft=200"], "'ttft=200' is no objective"),
         (["--timeout", "-1"], "'-1' is not a number of seconds"),
@@ -52,7 +55,13 @@ def test_wrong_values_are_refused_with_their_reason(capsys, words, reason):
     with pytest.raises(SystemExit) as stopped:
         parsed(*words)
     assert stopped.value.code == 2
-    assert reason in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert reason in said and said.count("\n") == 1
+    assert said.endswith("; see ropewalk bench --help\n")
+
+
+def test_encodings_are_those_that_there_are():
+    assert parsed("--encodings", "rope,forgetting").encodings == ("rope", "forgetting")
 
 
 def test_two_files_of_one_name_would_share_their_runs(capsys, tmp_path):
