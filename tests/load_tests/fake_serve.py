@@ -26,7 +26,7 @@ def main() -> None:
     for flag in ("--kv-memory", "--request-timeout", "--threads"):
         parser.add_argument(flag, type=int)
     parser.add_argument("--encoding-option")
-    flags = parser.parse_args()
+    flags, _ = parser.parse_known_args()
     say(pid=os.getpid(), environ=sorted(os.environ), argv=sys.argv[1:], **vars(flags))
     sources = dict(model.split("=") for model in flags.models)
     if any("bad" in source for source in sources.values()):
@@ -40,6 +40,7 @@ def main() -> None:
             data = [
                 {
                     "id": name,
+                    "vocab_size": 100,
                     "max_model_len": flags.max_model_len // (2 if "short" in source else 1),
                 }
                 for name, source in sources.items()

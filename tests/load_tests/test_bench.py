@@ -21,14 +21,22 @@ SMALL = ["--prompt-tokens", "4", "--output-tokens", "3", "--runs", "2", "--promp
 SMALL += ["--requests-per-worker", "2", "--arrivals", "4", "--prefixes", "2"]
 
 
-def measure(capsys, tmp_path, *options: str, answer=good):
+@pytest.fixture
+def measure(capsys, tmp_path, request):
+    """Measures a server: the status, what was printed, the result, and what the server saw."""
     out = tmp_path / "out"
-    with serving(answer) as running:
-        url = f"http://127.0.0.1:{running.port}"
-        status = main(["--base-url", url, *SMALL, "--out", str(out), *options])
-    captured = capsys.readouterr()
-    path = out / "result.json"
-    return status, captured, json.loads(path.read_text()) if path.exists() else None, running
+
+    def run(*options: str, answer=good, drawn=False):
+        if not drawn:
+            request.getfixturevalue("outlined")
+        with serving(answer) as running:
+            url = f"http://127.0.0.1:{running.port}"
+            status = main(["--base-url", url, *SMALL, "--out", str(out), *options])
+        path = out / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else None
+        return status, capsys.readouterr(), result, running
+
+    return run
 
 
 def result_runs(tmp_path):
@@ -40,8 +48,8 @@ def measured_bodies(running) -> list[dict]:
     return [body for body in running.bodies if body["max_tokens"] == 3]
 
 
-def test_a_table_and_both_files(capsys, tmp_path):
-    status, captured, result, running = measure(capsys, tmp_path)
+def test_a_table_and_both_files(measure, tmp_path):
+    status, captured, result, running = measure(drawn=True)
     assert status == 0
     assert "stream" in captured.out
     assert "TTFT" in captured.out
@@ -58,7 +66,7 @@ def test_a_table_and_both_files(capsys, tmp_path):
     assert len(set(prompts)) == len(prompts) == 4 + 2 * 2
 
 
-def test_a_result_is_saved_though_it_cannot_be_printed(tmp_path, monkeypatch):
+def test_a_result_is_saved_though_it_cannot_be_printed(outlined, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     with serving() as running, pytest.raises(UnicodeEncodeError):
         main(["--base-url", f"http://127.0.0.1:{running.port}", *SMALL, "--out", str(tmp_path)])
@@ -66,8 +74,8 @@ def test_a_result_is_saved_though_it_cannot_be_printed(tmp_path, monkeypatch):
     assert (tmp_path / "report.html").exists()
 
 
-def test_models_are_variants_that_get_the_same_prompts(capsys, tmp_path):
-    status, _, result, running = measure(capsys, tmp_path, "--models", "tiny,other")
+def test_models_are_variants_that_get_the_same_prompts(measure):
+    status, _, result, running = measure("--models", "tiny,other")
     assert status == 0
     assert (list(result["variants"]), result["baseline"]) == (["tiny", "other"], "tiny")
     sent = {
@@ -77,28 +85,28 @@ def test_models_are_variants_that_get_the_same_prompts(capsys, tmp_path):
     assert sent["tiny"] == sent["other"]
 
 
-def test_the_variant_without_an_encoding_is_the_baseline(capsys, tmp_path):
+def test_the_variant_without_an_encoding_is_the_baseline(measure):
     cards = [{"id": "r", "encoding": "rope"}, {"id": "n", "encoding": "nope"}]
 
     def answer(path, body):
         return whole("200 OK", {"data": cards}) if path == "/v1/models" else good(path, body)
 
-    _, _, result, _ = measure(capsys, tmp_path, "--models", "r,n", answer=answer)
+    _, _, result, _ = measure("--models", "r,n", answer=answer)
     assert result["baseline"] == "n"
     assert result["variants"]["r"]["encoding"] == "rope"
 
 
-def test_servers_are_told_apart(capsys, tmp_path):
+def test_servers_are_told_apart(measure):
     with serving() as second:
         url = f"http://127.0.0.1:{second.port}"
-        status, _, result, first = measure(capsys, tmp_path, "--base-url", url)
+        status, _, result, first = measure("--base-url", url)
     assert status == 0
     ports = [first.port, second.port]
     assert list(result["variants"]) == [f"tiny@127.0.0.1:{port}" for port in ports]
     assert len(measured_bodies(first)) == len(measured_bodies(second)) == 4
 
 
-def test_a_server_named_twice_is_one(capsys, tmp_path):
+def test_a_server_named_twice_is_one(outlined, tmp_path):
     with serving() as running:
         url = f"http://127.0.0.1:{running.port}"
         options = ("--base-url", url, "--base-url", f"{url}/v1", *SMALL, "--runs", "1")
@@ -106,25 +114,25 @@ def test_a_server_named_twice_is_one(capsys, tmp_path):
     assert list(read(tmp_path / "result.json").variants) == ["tiny"]
 
 
-def test_several_workloads_and_profiles(capsys, tmp_path):
+def test_several_workloads_and_profiles(measure, tmp_path):
     options = ("--workload", "stream,cancel", "--profile", "closed:2,poisson:200")
-    status, _, _, _ = measure(capsys, tmp_path, *options)
+    status, _, _, _ = measure(*options)
     assert status == 0
     cells = {(run.point.label, run.profile.label) for run in result_runs(tmp_path)}
     assert cells == {(a, b) for a in ("stream", "cancel") for b in ("closed:2", "poisson:200")}
 
 
-def test_a_sweep_measures_from_one_request_to_many(capsys, tmp_path):
-    status, captured, _, _ = measure(capsys, tmp_path, "--profile", "sweep", "--runs", "1")
+def test_a_sweep_measures_from_one_request_to_many(measure, tmp_path):
+    status, captured, _, _ = measure("--profile", "sweep", "--runs", "1")
     assert status == 0
     kinds = sorted(run.profile.kind for run in result_runs(tmp_path))
     assert kinds == ["closed", *["poisson"] * 4, "sync"]
     assert "finding the rates, tiny, stream closed:2" in captured.err
 
 
-def test_options_reach_the_wire(capsys, tmp_path):
+def test_options_reach_the_wire(measure):
     options = ("--models", "other", "--no-ignore-eos", "--prompt-form", "text", "--api-key", "k")
-    status, _, _, running = measure(capsys, tmp_path, *options)
+    status, _, _, running = measure(*options)
     assert status == 0
     body = running.bodies[-1]
     assert body["model"] == "other"
@@ -134,24 +142,24 @@ def test_options_reach_the_wire(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("key", [["--api-key", "sesame"], ["--api-key=sesame"]])
-def test_the_key_is_nowhere_in_the_result(capsys, tmp_path, key):
-    _, captured, result, _ = measure(capsys, tmp_path, *key)
+def test_the_key_is_nowhere_in_the_result(measure, tmp_path, key):
+    _, captured, result, _ = measure(*key, drawn=True)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "sesame" not in captured.out + json.dumps(result) + page
 
 
-def test_the_command_can_be_typed_again(capsys, tmp_path):
-    _, _, result, first = measure(capsys, tmp_path, "--workload", "cancel")
+def test_the_command_can_be_typed_again(measure):
+    _, _, result, first = measure("--workload", "cancel")
     words = shlex.split(result["command"])
     assert words[:2] == ["ropewalk", "bench"]
     seed = parser().parse_args(words[2:]).seed
-    _, _, _, second = measure(capsys, tmp_path, "--workload", "cancel", "--seed", seed)
+    _, _, _, second = measure("--workload", "cancel", "--seed", seed)
     sent = [sorted(str(body["prompt"]) for body in each.bodies) for each in (first, second)]
     assert sent[0] == sent[1]
 
 
-def test_another_seed_sends_other_prompts(capsys, tmp_path):
-    sent = [measure(capsys, tmp_path, "--seed", seed)[3].bodies[-1]["prompt"] for seed in "ab"]
+def test_another_seed_sends_other_prompts(measure):
+    sent = [measure("--seed", seed)[3].bodies[-1]["prompt"] for seed in "ab"]
     assert sent[0] != sent[1]
 
 
@@ -168,15 +176,15 @@ def failing(*places: int):
     return answer
 
 
-def test_some_failures_are_status_1_and_shown(capsys, tmp_path):
-    status, captured, _, _ = measure(capsys, tmp_path, answer=failing(6))
+def test_some_failures_are_status_1_and_shown(measure, tmp_path):
+    status, captured, _, _ = measure(answer=failing(6))
     assert status == 1
     assert "3/4" in captured.out
     assert "status 500" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_nothing_but_failures_is_status_2(capsys, tmp_path):
-    status, _, _, _ = measure(capsys, tmp_path, answer=failing(*range(5, 99)))
+def test_nothing_but_failures_is_status_2(measure):
+    status, _, _, _ = measure(answer=failing(*range(5, 99)))
     assert status == 2
 
 
@@ -191,14 +199,14 @@ def test_nobody_there_is_status_2_and_one_sentence(capsys, tmp_path):
     assert error.count("\n") == 1
 
 
-def test_a_wrong_model_names_the_right_ones(capsys, tmp_path):
-    status, captured, _, _ = measure(capsys, tmp_path, "--models", "nope")
+def test_a_wrong_model_names_the_right_ones(measure):
+    status, captured, _, _ = measure("--models", "nope")
     assert status == 2
     assert "its models are: tiny, other" in captured.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monkeypatch, number):
+def test_an_interrupted_test_reports_the_runs_until_then(measure, monkeypatch, number):
     real = bench.Runner.run
     runs = 0
 
@@ -210,7 +218,7 @@ def test_an_interrupted_test_reports_the_runs_until_then(capsys, tmp_path, monke
         return await real(*arguments)
 
     monkeypatch.setattr(bench.Runner, "run", interrupted)
-    status, captured, result, _ = measure(capsys, tmp_path, answer=failing(5))
+    status, captured, result, _ = measure(answer=failing(5))
     assert status == 130
     assert len(result["runs"]) == 1
     assert "interrupted" in captured.out
@@ -223,14 +231,14 @@ def test_a_context_is_outgrown_where_it_is_largest_and_all_else_fits_the_smalles
     assert sizes_within(Sizes(), [Facts()]).context == Sizes().context
 
 
-def test_what_no_server_has_room_for_is_status_2(capsys, tmp_path):
+def test_what_no_server_has_room_for_is_status_2(measure):
     cards = [{"id": "r", "max_model_len": 64}]
 
     def answer(path, body):
         return whole("200 OK", {"data": cards}) if path == "/v1/models" else good(path, body)
 
     options = ("--workload", "longctx", "--contexts", "512")
-    status, captured, _, _ = measure(capsys, tmp_path, *options, answer=answer)
+    status, captured, _, _ = measure(*options, answer=answer)
     assert status == 2
     assert "Left out of longctx 512: r; " in captured.err
 

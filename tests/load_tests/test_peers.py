@@ -10,8 +10,13 @@ FAKE = f"{sys.executable} -m tests.load_tests.sse_server {{port}}"
 BASE = ["--model", "weights", "--ours", FAKE]
 
 
-def test_two_systems_take_turns(capsys, monkeypatch, tmp_path):
+@pytest.fixture(autouse=True)
+def little(monkeypatch, outlined):
+    """Memory is measured with little of it."""
     monkeypatch.setattr(roofline, "COPIED", {"cpu": 1 << 20})
+
+
+def test_two_systems_take_turns(capsys, tmp_path):
     weights = tmp_path / "bf16" / "model.safetensors"
     weights.parent.mkdir()
     weights.write_bytes(bytes(1000))

@@ -23,12 +23,6 @@ ROOT = Path(__file__).parents[2]
 SMALL = "shape:small"
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    monkeypatch.setattr(serving, "PROGRAM", (sys.executable, "-m", "tests.load_tests.fake_serve"))
-    monkeypatch.setattr(process, "_POLL_S", 0.02)
-
-
 def said(logs):
     """What each of the fake servers said, the one with the most models first.
 

@@ -84,6 +84,8 @@ def test_a_server_that_ends_is_told_with_its_last_words_and_the_faults(
 
 
 def test_a_few_seconds_of_a_soak(monkeypatch, capsys):
+    find_rate = soak._find_rate
+    monkeypatch.setattr(soak, "_find_rate", lambda *asked: find_rate(*asked[:-1], 0.3))  # seconds
     monkeypatch.setattr(soak, "_WORKERS", 6)  # each waits for the end of its answer
     assert main(["m=shape:tiny", "--minutes", "0.02"]) == 0
     assert "nothing leaked" in capsys.readouterr().out
