@@ -64,16 +64,6 @@ def test_truncating_gives_blocks_back_and_withdraws_the_one_to_be_written_again(
     assert store(cache, "c", [*LONG[:6], 1, 2, 3]) == 8
 
 
-def test_truncating_copies_a_shared_block():
-    cache = CacheManager(6, 4)
-    store(cache, "a", LONG[:9])
-    cache.rearranger.fork("a", "b", 8)
-    assert cache.rearranger.truncate("b", 7) == [Copy(2, 4)]
-    assert blocks(cache, "a") == [1, 2, 3]
-    assert blocks(cache, "b") == [1, 4]
-    cache.check()
-
-
 def test_truncating_without_room_changes_nothing():
     cache = CacheManager(4, 4)
     store(cache, "a", LONG[:9])
@@ -145,27 +135,6 @@ def test_only_full_blocks_are_evicted(first, count):
     store(cache, "a", LONG[:15])
     with pytest.raises(ValueError, match="not all full"):
         cache.rearranger.evict("a", first, count, renumber=True, rewrite=False)
-
-
-def test_a_span_is_shared_at_another_offset():
-    cache = CacheManager(10, 4)
-    store(cache, "a", LONG[:12])
-    store(cache, "b", [1, 2, 3, 4])
-    assert cache.rearranger.move("a", 1, 2, "b", rewrite=False) == []
-    assert table(cache, "b") == ([4, 2, 3], [0, 4, 8])
-    assert cache.computed("b") == 12
-    cache.check()
-    cache.release("a")
-    cache.check()
-
-
-def test_a_span_to_be_rewritten_is_copied():
-    cache = CacheManager(10, 4)
-    store(cache, "a", LONG[:12])
-    store(cache, "b", [1, 2, 3, 4])
-    assert cache.rearranger.move("a", 0, 2, "b", rewrite=True) == [Copy(1, 5), Copy(2, 6)]
-    assert blocks(cache, "b") == [4, 5, 6]
-    cache.check()
 
 
 def test_a_span_goes_on_only_after_a_full_block():

@@ -266,15 +266,17 @@ def test_base_urls(url, expected):
     assert split_base_url(url) == expected
 
 
-@pytest.mark.parametrize("url", ["https://box:1", "http://", "http://box/api", "ftp://box"])
-def test_other_urls_are_refused(url):
-    with pytest.raises(ValueError, match="is not a base URL"):
-        split_base_url(url)
-
-
-@pytest.mark.parametrize("url", ["https://box:1", "http://box/api"])
-def test_a_proxys_url_is_refused_with_the_reason(url):
-    with pytest.raises(ValueError, match="without a path is spoken; give the address behind the"):
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://", ""),
+        ("ftp://box", ""),
+        ("https://box:1", "without a path is spoken; give the address behind the"),
+        ("http://box/api", "without a path is spoken; give the address behind the"),
+    ],
+)
+def test_other_urls_are_refused(url, reason):
+    with pytest.raises(ValueError, match=f"is not a base URL.*{reason}"):
         split_base_url(url)
 
 

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 import pytest
-import torch
 
 from ropewalk.load_tests.client.client import Server, complete, split_base_url
 from ropewalk.load_tests.common.types import Profile, Request
@@ -85,14 +84,11 @@ def test_text_has_no_theory():
 
 
 @pytest.fixture(scope="module")
-def app(tmp_path_factory):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def app(one_thread, tmp_path_factory):
     config = llama(max_position_embeddings=256)
     folder = save(random_model(config), tmp_path_factory.mktemp("model"))
     flags = ("--dtype", "float32", "--kv-memory", "64M", "--max-seqs", "8")
-    yield loaded_app(f"m={folder}", *flags)
-    torch.set_num_threads(threads)
+    return loaded_app(f"m={folder}", *flags)
 
 
 @pytest.fixture(scope="module")

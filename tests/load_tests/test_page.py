@@ -8,7 +8,6 @@ import pytest
 from ropewalk.load_tests.common.types import Point
 from ropewalk.load_tests.report.charts import WIDTH
 from ropewalk.load_tests.report.page import main, page
-from ropewalk.load_tests.report.plots import plots
 from ropewalk.load_tests.report.result import read, write
 from tests.load_tests.made_up import ENCODINGS, counted, failed, longctx, result
 from tests.markup import elements
@@ -134,12 +133,6 @@ def test_the_command_writes_the_page_of_a_file(stored, outlined):
     out = stored / "report.html"
     assert main([str(stored / "result.json"), str(out)]) == 0
     assert out.read_text(encoding="utf-8") == page(read(stored / "result.json"))
-
-
-def test_a_file_tells_what_ran_when_as_its_load_test_did(stored):
-    kept, measured = plots(read(stored / "result.json"))[-1], plots(LONGCTX)[-1]
-    assert kept.key == "order"
-    assert kept.table == measured.table
 
 
 def test_the_command_writes_one_plot_for_a_readme(stored):

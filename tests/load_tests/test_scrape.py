@@ -1,11 +1,9 @@
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import pytest
-import torch
 
-from ropewalk.load_tests.client.client import Server, Unreachable, complete
+from ropewalk.load_tests.client.client import Server, Unreachable, complete, split_base_url
 from ropewalk.load_tests.client.scrape import settled, snapshot, view
 from ropewalk.load_tests.common.types import Outcome, Request
 from tests.load_tests.sse_server import serving, whole
@@ -118,18 +116,14 @@ def test_a_foreign_server_gives_what_it_has():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(one_thread, tmp_path_factory):
     """A tiny model behind a real socket."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("tiny")
     checkpoints.save(checkpoints.random_model(checkpoints.llama()), folder)
     flags = ("--dtype", "float32", "--kv-memory", "8M", "--max-model-len", "100")
     app = loaded_app(f"tiny={folder}", *flags)
-    with contextlib.ExitStack() as stack:
-        url, _ = stack.enter_context(running(app))
-        yield Server("127.0.0.1", int(url.rpartition(":")[2]), "tiny")
-    torch.set_num_threads(threads)
+    with running(app) as (url, _):
+        yield Server(*split_base_url(url), "tiny")
 
 
 def test_client_and_ropewalk_agree(server):

@@ -102,15 +102,6 @@ def test_a_gguf_file_gives_the_same(pristine, gguf_path):
         assert torch.equal(parameter, expected[name]), name
 
 
-def test_weights_are_joined_in_order(pristine, tied):
-    ours, theirs = parameters_of(loaded(open_checkpoint(pristine))), tied.model.layers[1]
-    attention = theirs.self_attn
-    joined = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
-    assert torch.equal(ours["layers.1.attention.qkv.weight"], torch.cat(joined))
-    joined = [theirs.mlp.gate_proj.weight, theirs.mlp.up_proj.weight]
-    assert torch.equal(ours["layers.1.mlp.gate_up.weight"], torch.cat(joined))
-
-
 @pytest.mark.parametrize("width", [8, 6, 2])
 def test_pairs_become_halves(width):
     """Coordinate i of the half that turns first was stored at 2i; the rest stays in place."""
@@ -184,13 +175,6 @@ def gguf_with_tokens(path, model, more):
 def test_a_gguf_answer_ends_at_every_end_of_its_vocabulary(more, ends, tied, tmp_path):
     """The file declares one, as files of Qwen and SmolLM2 do."""
     assert open_checkpoint(gguf_with_tokens(tmp_path / "x.gguf", tied, more)).stop_ids == ends
-
-
-def test_older_spelling_of_the_rotation(folder, pristine):
-    config = json.loads((folder / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": rope["rope_theta"]}))
-    assert open_checkpoint(folder).config == open_checkpoint(pristine).config
 
 
 def test_harmless_extra_tensors(folder):

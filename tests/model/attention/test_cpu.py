@@ -39,10 +39,10 @@ def problem(given, block_size, lengths):
     work = []
     for (done, new), count in zip(lengths, needed, strict=True):
         blocks = [ids.pop() for _ in range(count)]
-        for index in range(done + new):
-            at = blocks[index // block_size], index % block_size
-            for cache in kv:
-                cache[at] = torch.randn(shape[2:], generator=generator)
+        index = torch.arange(done + new)
+        at = torch.tensor(blocks)[index // block_size], index % block_size
+        for cache in kv:
+            cache[at] = torch.randn(len(index), *shape[2:], generator=generator)
         work.append((Running([0] * (done + new), blocks, computed=done), new))
     batch = make_batch(work, block_size)
     q = torch.randn(len(batch.tokens), given.num_heads, given.head_dim, generator=generator)
