@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.model.encodings import rope_properties
-from tests.model.encodings.rope_properties import SPAN, WIDTH, rows
+from tests.model.encodings.rope_properties import SPAN, WIDTH
 
 
 class Sample:
@@ -66,20 +66,3 @@ def test_the_sample_cannot_decode():
     """It has no position to give a token, and refuses any length but its own."""
     with pytest.raises(RuntimeError, match="shape"):
         rope_properties.decodes_one_at_a_time(lambda x, positions: SAMPLE(x))
-
-
-@pytest.mark.parametrize(("width", "rank"), [(16, 4), (64, 19)])
-def test_the_matrix_of_the_sample_destroys_information(width, rank):
-    matrix = Sample(width, 1).matrix
-    # float32, as the sample computes: what is below its precision is lost.
-    assert torch.linalg.matrix_rank(matrix.float()) == rank
-    assert (matrix.T @ matrix - torch.eye(width)).abs().max() > width - 2
-
-
-def test_the_matrix_is_the_same_at_every_position():
-    """The table aside, no position changes how two rows relate."""
-    sample = Sample(WIDTH, SPAN)
-    sample.table.zero_()
-    x = rows(1).expand(SPAN, -1).clone()
-    turned = sample(x)
-    assert torch.allclose(turned, turned[:1].expand_as(turned))

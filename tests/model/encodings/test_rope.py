@@ -1,13 +1,9 @@
-"""RoPE against the rotations of transformers; and keys that stay as they were written."""
+"""RoPE's properties, layers, storages and costs; test_parity.py compares it with transformers."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPTJConfig, GPTNeoXConfig, LlamaConfig
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.gptj import modeling_gptj
-from transformers.models.llama import modeling_llama
 
 from ropewalk.cache.types import Capability, KeyStorage, Op
 from ropewalk.model.encodings.base import EncodingError, EncodingSpec, create
@@ -15,8 +11,7 @@ from ropewalk.model.encodings.common.cost import PositionalWork
 from ropewalk.model.encodings.rope import RoPE
 from tests.model.encodings import rope_properties
 from tests.model.encodings.rope_properties import SPAN, WIDTH
-from tests.model.running import run_uncached
-from tests.model.tiny import CONFIG, CPU, ROPE, tiny
+from tests.model.tiny import CONFIG, CPU, ROPE
 
 POSITIONS = torch.tensor([0, 1, 7, 130, 4000])
 OFFSETS = POSITIONS % 16
@@ -30,72 +25,6 @@ def heads(dim, count=3, dtype=torch.float32):
     generator = torch.Generator().manual_seed(dim)
     shape = (len(POSITIONS), count, dim)
     return tuple(torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
-
-
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
-def test_half_split_equals_llama(base):
-    q, k = heads(64)
-    config = LlamaConfig(
-        hidden_size=64,
-        num_attention_heads=1,
-        max_position_embeddings=5000,
-        rope_parameters={"rope_type": "default", "rope_theta": base},
-    )
-    cos, sin = modeling_llama.LlamaRotaryEmbedding(config)(q, POSITIONS[None])
-    theirs = modeling_llama.apply_rotary_pos_emb(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
-    )
-    ours = made(64, base=base).rotate(q, k, POSITIONS, OFFSETS)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b[0].transpose(0, 1), atol=1e-6)
-
-
-def test_interleaved_equals_gptj():
-    config = GPTJConfig(n_positions=5000, n_embd=64, n_head=1, rotary_dim=16)
-    q, k = heads(64)
-    table = modeling_gptj.create_sinusoidal_positions(config.n_positions, 16)
-    sin, cos = table[POSITIONS][None].split(8, dim=-1)
-    for ours, x in zip(
-        made(16, "interleaved").rotate(q, k, POSITIONS, OFFSETS), (q, k), strict=True
-    ):
-        theirs = modeling_gptj.apply_rotary_pos_emb(x[None, ..., :16], sin, cos)[0]
-        assert torch.allclose(ours[..., :16], theirs, atol=2e-3)  # their angles round differently
-        assert torch.equal(ours[..., 16:], x[..., 16:])
-
-
-def test_partial_width_equals_gpt_neox():
-    config = GPTNeoXConfig(
-        hidden_size=64,
-        num_attention_heads=1,
-        max_position_embeddings=5000,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-        },
-    )
-    q, k = heads(64)
-    cos, sin = modeling_gpt_neox.GPTNeoXRotaryEmbedding(config)(q, POSITIONS[None])
-    theirs = modeling_gpt_neox.apply_rotary_pos_emb(
-        q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin
-    )
-    for a, b in zip(made(16).rotate(q, k, POSITIONS, OFFSETS), theirs, strict=True):
-        assert torch.allclose(a, b[0].transpose(0, 1), atol=1e-6)
-
-
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_appending_changes_no_earlier_key(layout):
-    """Bit by bit: a key's rotation depends on its own position alone."""
-    rope = made(layout=layout)
-    generator = torch.Generator().manual_seed(1)
-    keys = torch.randn(60, 2, 8, generator=generator).bfloat16()
-    positions = torch.arange(60)
-    _, whole = rope.rotate(keys, keys, positions, positions % 16)
-    for length in (1, 17, 59):
-        _, part = rope.rotate(
-            keys[:length], keys[:length], positions[:length], positions[:length] % 16
-        )
-        assert torch.equal(part, whole[:length])
 
 
 STRETCHED = {"factor": 4.0, "original_context": 16}
@@ -201,18 +130,6 @@ def test_layers_that_turn_otherwise():
             torch.equal(told[f"elsewhere.{name}"], tensor)
             for name, tensor in alone.fixed_tensors().items()
         )
-
-
-def test_a_decoder_turns_in_those_layers_alone():
-    """One more layer that turns gives other logits; none that turns gives those of NoPE."""
-    tokens = list(range(20))
-    found = {}
-    for layers in ((), (0,), (0, 2), (0, 1, 2)):
-        decoder = tiny("rope", options={"layers": list(layers)})
-        found[layers] = run_uncached(decoder, tokens)
-    assert torch.equal(found[()], run_uncached(tiny("nope"), tokens))
-    assert torch.equal(found[(0, 1, 2)], run_uncached(tiny("rope"), tokens))
-    assert (found[(0,)] - found[(0, 2)]).abs().max() > 1e-3
 
 
 def test_work_is_the_same_at_every_length():

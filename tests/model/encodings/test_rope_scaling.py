@@ -1,4 +1,4 @@
-"""Every scaling against the formulas of transformers, as both spellings of config.json state it."""
+"""Every scaling against the formulas of transformers, as config.json states it."""
 
 import math
 from dataclasses import replace
@@ -62,20 +62,10 @@ def theirs(name, base=10000.0):
     )
 
 
-def ours(name, spelling="new", base=10000.0, context=5000):
+def ours(name, base=10000.0, context=5000):
     """As read from the config.json of a model that has the scaling."""
     section = {"rope_type": name.split("-")[0], "rope_theta": base, **STATIC[name]}
-    values = {"rope_parameters": section}
-    if spelling != "new":
-        values = {"rope_theta": section.pop("rope_theta"), "rope_scaling": section}
-        if "partial_rotary_factor" in section:
-            values["partial_rotary_factor"] = section.pop("partial_rotary_factor")
-        if spelling == "oldest":
-            section["type"] = section.pop("rope_type")
-            if "original_max_position_embeddings" in section:
-                key = "original_max_position_embeddings"
-                values[key] = section.pop(key)
-    fields = Fields("config.json", values)
+    fields = Fields("config.json", {"rope_parameters": section})
     spec = rope_from_hf(fields, HEAD_DIM, LONGER)
     fields.finish()
     return create(spec, replace(CONFIG, head_dim=HEAD_DIM), context, CPU)
@@ -96,29 +86,6 @@ def test_frequencies_and_magnitude_equal_transformers(name, base):
             assert torch.equal(found, rope.frequencies)
 
 
-@pytest.mark.parametrize("name", STATIC)
-def test_each_scaling_changes_what_it_should(name):
-    """No two of the cases above are alike, so none of them can stand in for another."""
-    plain = create(
-        EncodingSpec("rope", ROPE | {"width": HEAD_DIM}), replace(CONFIG, head_dim=HEAD_DIM), 8, CPU
-    )
-    rope = ours(name)
-    same = torch.equal(rope.frequencies_at(9000), plain.frequencies)
-    assert same == (name == "llama3-all-fast")
-    assert (rope.magnitude != 1.0) == (
-        name.startswith(("yarn", "longrope")) and name != "yarn-equal-weights"
-    )
-
-
-@pytest.mark.parametrize("name", STATIC)
-@pytest.mark.parametrize("spelling", ["old", "oldest"])
-def test_both_spellings_are_one(name, spelling):
-    new, old = ours(name), ours(name, spelling)
-    assert torch.equal(new.cos, old.cos)
-    assert torch.equal(new.sin, old.sin)
-    assert new.scaling == old.scaling
-
-
 @pytest.mark.parametrize("name", [name for name in STATIC if name.split("-")[0] not in LENGTHS])
 def test_tables_are_those_of_transformers(name):
     config, rope = theirs(name), ours(name)
@@ -127,17 +94,6 @@ def test_tables_are_those_of_transformers(name):
     assert torch.allclose(rope.cos[positions], cos[0, :, : HEAD_DIM // 2], atol=2e-3)
     assert torch.allclose(rope.sin[positions], sin[0, :, : HEAD_DIM // 2], atol=2e-3)
     assert torch.allclose(rope.cos[positions[:3]], cos[0, :3, : HEAD_DIM // 2], atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_frequencies_that_follow_the_length(name):
-    """What transformers does as a sequence grows past the boundary, and with a short one next."""
-    rope, model = ours(name), LlamaRotaryEmbedding(theirs(name))
-    within = model.inv_freq.clone()
-    for length in (10, 1024, 1025, 4096, 4097, 5000, 9000, 900):
-        model(torch.zeros(1), torch.arange(length)[None])
-        assert torch.allclose(rope.frequencies_at(length), model.inv_freq, rtol=1e-6, atol=0)
-    assert not torch.allclose(rope.frequencies_at(9000), within, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -161,20 +117,6 @@ def test_stored_factors_are_divisors():
     expected = exact / torch.tensor(factors, dtype=torch.float64)
     assert torch.allclose(rope.frequencies.double(), expected, rtol=1e-6, atol=0)
     assert rope.magnitude == 1.0
-
-
-def test_magnitude_is_in_the_tables_once():
-    rope = ours("yarn")
-    assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
-    norms = rope.cos.double().square() + rope.sin.double().square()
-    assert torch.allclose(norms, torch.tensor(rope.magnitude**2).double(), rtol=1e-6)
-
-
-def test_the_slowest_pairs_of_proportional_stand_still():
-    rope = ours("proportional")
-    assert rope.width == HEAD_DIM
-    assert rope.frequencies.count_nonzero() == 3
-    assert torch.equal(rope.frequencies[3:], torch.zeros(9))
 
 
 @pytest.mark.parametrize(

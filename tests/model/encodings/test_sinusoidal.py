@@ -1,12 +1,10 @@
-"""Sinusoidal positions against the formula, one number at a time, and against transformers."""
+"""Sinusoidal positions against the formula, one number at a time."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers.models.ctrl.modeling_ctrl import positional_encoding
-from transformers.models.xglm.modeling_xglm import XGLMSinusoidalPositionalEmbedding
 
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import EncodingError, create
@@ -31,25 +29,6 @@ def test_every_number_is_the_formula_s(layout, slowest, last, offset, scale):
             sine, cosine = (i, i + 5) if layout == "split" else (2 * i, 2 * i + 1)
             assert abs(row[sine] - scale * math.sin(angle)) < 1e-6
             assert abs(row[cosine] - scale * math.cos(angle)) < 1e-6
-
-
-def test_xglm():
-    """Its angles are float32, so they part from ours as the position grows."""
-    positions = list(range(600))
-    theirs = XGLMSinusoidalPositionalEmbedding(600, 36, 1)(torch.tensor([positions]))[0]
-    ours = vectors(positions, width=36, layout="split", slowest="last", offset=2)
-    assert (ours - theirs).abs().max() < 1e-4
-
-
-def test_ctrl():
-    theirs = positional_encoding(100, 36, torch.float32)
-    ours = vectors(list(range(100)), width=36, layout="split")
-    assert (ours - theirs).abs().max() < 1e-4
-
-
-def test_inner_products_depend_on_the_distance_alone():
-    found = vectors([3, 10, 1003, 1010], layout="interleaved").double()
-    assert abs(found[0] @ found[1] - found[2] @ found[3]) < 1e-5
 
 
 def test_an_odd_width_ends_with_a_zero():

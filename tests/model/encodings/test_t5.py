@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import T5Config, UMT5Config
 from transformers.models.t5.modeling_t5 import T5Attention
-from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 from ropewalk.model.config import EncodingSpec
-from ropewalk.model.encodings.base import EncodingError, MaterialisedBias, TableBias, create
-from ropewalk.model.encodings.t5 import T5, bucket_starts
+from ropewalk.model.encodings.base import EncodingError, create
+from ropewalk.model.encodings.t5 import T5
 from tests.model.tiny import CONFIG, CPU
 
 DISTANCES = torch.arange(-2000, 2001)
@@ -36,11 +34,6 @@ def theirs(weight, distances, *, bidirectional, max_distance):
         -distances, bidirectional=bidirectional, num_buckets=len(weight), max_distance=max_distance
     )
     return weight[buckets].T
-
-
-def test_bucket_starts_of_the_published_models():
-    expected = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
-    assert bucket_starts(32, 128) == expected
 
 
 @pytest.mark.parametrize(("buckets", "max_distance"), SHAPES)
@@ -81,14 +74,6 @@ def test_other_forms_keep_the_last_bucket(form):
     assert ours.weight[-1].abs().min() > 0.01
 
 
-def test_what_backends_and_layers_are_told_of_each_form():
-    kinds = {form: type(made(form=form).score_bias()) for form in ("window", "table")}
-    assert kinds == {"window": TableBias, "table": TableBias}
-    assert type(made(form="materialised").score_bias()) is MaterialisedBias
-    of_layer = made(form="materialised", per_layer=True).for_layer(1)
-    assert type(of_layer.score_bias()) is MaterialisedBias
-
-
 def test_a_two_way_table_is_in_the_table_form():
     default, asked = (made(bidirectional=True, **more) for more in ({}, {"form": "table"}))
     assert torch.equal(default.score_bias().table, asked.score_bias().table)
@@ -104,48 +89,6 @@ def test_a_short_context_cuts_the_table_and_no_value(bidirectional):
     )
     assert short.table.shape[1] == len(distances)
     assert torch.equal(short.at(distances), full.at(distances))
-
-
-def test_between_positions_is_the_bias_that_transformers_adds():
-    """Queries with a cached past: theirs by row and offset, ours by position."""
-    config = T5Config(num_heads=3, d_model=12, d_kv=4)
-    config.is_decoder = True
-    attention = T5Attention(config, has_relative_attention_bias=True)
-    ours = made()
-    with torch.no_grad():
-        attention.relative_attention_bias.weight.copy_(ours.weight)
-        expected = attention.compute_bias(5, 205, past_seen_tokens=200)[0]
-    queries, keys = torch.arange(200, 205), torch.arange(205)
-    found = ours.score_bias().between(queries + 40, keys + 40)
-    seen = queries[:, None] >= keys
-    difference = (found - expected)[:, seen]
-    assert (difference - difference[:, :1]).abs().max() < 1e-6
-    assert expected[:, seen].std() > 0.1
-
-
-def test_every_layer_has_biases_of_its_own():
-    encoding = made(per_layer=True)
-    names = [name for name, _ in encoding.named_parameters()]
-    assert names == [f"layers.{layer}.weight" for layer in range(CONFIG.num_layers)]
-    config = UMT5Config(num_heads=3, d_model=12, d_kv=4)
-    config.is_decoder = True
-    attention = UMT5Attention(config, has_relative_attention_bias=True)
-    tables = []
-    for layer in range(CONFIG.num_layers):
-        own = encoding.for_layer(layer)
-        with torch.no_grad():
-            attention.relative_attention_bias.weight.copy_(own.weight)
-            expected = attention.compute_bias(1, 300, past_seen_tokens=299)[0]
-        tables.append(own.score_bias().table)
-        found = own.score_bias().between(torch.tensor([299]), torch.arange(300))
-        assert ((found - found[..., :1]) - (expected - expected[..., :1])).abs().max() < 1e-6
-    assert not torch.equal(tables[0], tables[1])
-
-
-def test_shared_by_all_layers_otherwise():
-    encoding = made()
-    assert encoding.for_layer(0) is encoding.for_layer(2) is encoding
-    assert [name for name, _ in encoding.named_parameters()] == ["weight"]
 
 
 def test_work_is_bounded_by_the_last_bucket():
