@@ -3,7 +3,11 @@ import numpy as np
 import pytest
 import torch
 
+from ropewalk.model.attention.reference import ReferenceAttention
+from ropewalk.model.attention.sdpa import SdpaAttention
+from ropewalk.model.kernels.cpu.attention import CpuBackend
 from ropewalk.server.engine.openmp import end_idle_threads
+from tests.model.attention.triton_here import TritonHere
 from tests.smollm2 import smollm2_path
 
 
@@ -23,6 +27,17 @@ def smollm2_reader():
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
         patch.setattr(gguf.GGUFReader, "_get", cut)
         return gguf.GGUFReader(path)
+
+
+@pytest.fixture(scope="module")
+def backends(kernels):
+    """Every attention backend by its name; Triton's on a GPU or interpreted."""
+    return {
+        "reference": ReferenceAttention,
+        "sdpa": SdpaAttention,
+        "cpu": CpuBackend(kernels),
+        "triton": TritonHere,
+    }
 
 
 @pytest.fixture

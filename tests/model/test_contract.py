@@ -10,12 +10,8 @@ from functools import cache, partial
 import pytest
 import torch
 
-from ropewalk.model.attention.reference import ReferenceAttention
-from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.encodings.base import freeze_all
-from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model import oracle
-from tests.model.attention.triton_here import TritonHere
 from tests.model.in_8_bits import cache_by_hand
 from tests.model.paths import BLOCK, PATHS, four_ragged
 from tests.model.running import make_batch, new_cache, run_uncached
@@ -45,14 +41,6 @@ NO_OTHERS = KINDS[::2]  # whose like kernels/test_gpu_layers.py has not among it
 def even(encoding):
     """Of every two encodings, the first: to take turns with."""
     return list(ENCODINGS).index(encoding) % 2 == 0
-
-
-@pytest.fixture(scope="module")
-def backends(kernels):
-    return dict(
-        zip(BACKENDS, (ReferenceAttention, SdpaAttention, CpuBackend(kernels)), strict=True),
-        triton=TritonHere,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import torch
 
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.reference import ReferenceAttention
-from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.kernels.cpu.attention import CpuBackend
 from tests.model.paths import BLOCK, PATHS
 from tests.model.running import Running, make_batch, new_cache, run_uncached
@@ -27,12 +26,6 @@ ROUNDED = 1e-5
 
 
 BACKENDS = ("reference", "sdpa", "cpu")
-
-
-@pytest.fixture(scope="module")
-def backends(kernels):
-    made = (ReferenceAttention, SdpaAttention, CpuBackend(kernels))
-    return dict(zip(BACKENDS, made, strict=True))
 
 
 def with_storage(storage, backend=ReferenceAttention, dtype=torch.float64, **options):

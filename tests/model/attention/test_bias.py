@@ -57,17 +57,6 @@ def test_a_dense_bias_is_the_tables_also_where_positions_have_holes(block_size, 
         assert (backend(given)(q, kv, batch, dense, None) - exact).abs().max() < 1e-12
 
 
-def test_values_go_by_row_and_key_index():
-    batch = make_batch([(sequence, 3) for sequence in four_ragged(random.Random(1))][:2], BLOCK)
-    batch = with_holes(batch, BLOCK)
-    encoding = tiny("t5-materialised").encoding
-    (values,) = {id(bias): bias.values for bias in built(encoding, batch, BLOCK)}.values()
-    bias = encoding.score_bias()
-    for row, position in enumerate(batch.positions):
-        keys = batch.key_positions(BLOCK)[row // 3]
-        assert torch.equal(values[:, row], bias.at(position - keys))
-
-
 def test_layers_that_share_a_bias_share_what_is_built():
     batch = make_batch([(four_ragged(random.Random(1))[0], 3)], BLOCK)
     shared = built(tiny("t5-materialised").encoding, batch, BLOCK)

@@ -108,14 +108,12 @@ def error(backend, given, q, kv, batch):
     window=[None, 21],
     per_token=[0.01, 3.0],
 )
-def test_kernels_add_up_the_gates_between(name, heads, size, window, per_token, kernels):
+def test_kernels_add_up_the_gates_between(name, heads, size, window, per_token, backends):
     given = spec(*heads, window=window)
     lengths = LENGTHS[:3] if name == "triton" else LENGTHS  # which may be interpreted
     q, kv, batch = problem(given, size, lengths)
     given, kv = gated(given, kv, per_token)
-    backends = {"cpu": CpuBackend(kernels), "sdpa": SdpaAttention, "triton": TritonHere}
-    backend = backends[name]
-    assert error(backend, given, q, kv, batch) < 1e-5
+    assert error(backends[name], given, q, kv, batch) < 1e-5
     ungated = ReferenceAttention(replace(given, gated=False))(q, kv, batch, None, None)
     assert (ReferenceAttention(given)(q, kv, batch, None, None) - ungated).abs().max() > 0.01
 
@@ -155,19 +153,13 @@ def test_a_prompts_numbers_do_not_depend_on_those_beside_it(kernels, threads):
 
 
 @pytest.mark.parametrize("name", ["cpu", "sdpa", "reference", "triton"])
-def test_what_later_tokens_forget_rounds_nothing_away(name, kernels):
+def test_what_later_tokens_forget_rounds_nothing_away(name, backends):
     """Gates that all but close, behind some of a prompt's queries and before others."""
     given = spec(6, 2)
     q, kv, batch = problem(given, 16, [(0, 90), (40, 50), (70, 1)])
     given, kv = gated(given, kv, 0.05)
     closed = torch.rand(kv.gates.shape, generator=torch.Generator().manual_seed(4)) < 0.1
     kv = replace(kv, gates=kv.gates.masked_fill(closed & kv.gates.isfinite(), -1e5))
-    backends = {
-        "cpu": CpuBackend(kernels),
-        "sdpa": SdpaAttention,
-        "reference": ReferenceAttention,
-        "triton": TritonHere,
-    }
     assert error(backends[name], given, q, kv, batch) < 1e-5
 
 

@@ -104,25 +104,6 @@ def test_an_unfinished_character_is_replaced_at_the_end_only():
     assert detokenizer.finish() == "\ufffd"
 
 
-def test_a_stop_string_over_three_tokens_never_leaks():
-    detokenizer = Stopping(BytesTokenizer([b"so #", b"#", b"# on", b"x"]), ["###"])
-    assert [detokenizer.push(token) for token in range(4)] == ["so ", "", "", ""]
-    assert detokenizer.stopped_by == "###"
-    assert detokenizer.finish() == ""
-
-
-def test_a_false_start_of_a_stop_string_is_sent_once_it_fails():
-    detokenizer = Stopping(BytesTokenizer([b"#", b"#", b" on"]), ["###"])
-    assert [detokenizer.push(token) for token in range(3)] == ["", "", "## on"]
-    assert detokenizer.stopped_by is None
-
-
-def test_a_held_start_of_a_stop_string_comes_with_finish():
-    detokenizer = Stopping(BytesTokenizer([b"a##"]), ["###"])
-    assert detokenizer.push(0) == "a"
-    assert detokenizer.finish() == "##"
-
-
 def test_a_completion_keeps_its_leading_space_and_a_text_does_not():
     tokenizer = BytesTokenizer([b"", b" a", b" b"])
     assert decode(tokenizer, [0, 1, 2]) == "a b"

@@ -61,12 +61,6 @@ def test_any_ids(both, kind, data):
     assert decode(tokenizer, ids) == library.decode(ids)
 
 
-@given(text=texts)
-def test_byte_level_loses_nothing(both, text):
-    _, tokenizer = both["byte-level"]
-    assert decode(tokenizer, tokenizer.encode(text, bos=True)) == text
-
-
 def test_bytes_of_each_kind_of_token(both):
     library, tokenizer = both["byte-level"]
 

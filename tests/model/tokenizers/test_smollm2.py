@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from tokenizers import pre_tokenizers
 
 from ropewalk.model.chat.template import chat_template_from_gguf
-from ropewalk.model.tokenizers.base import Detokenizer, decode
+from ropewalk.model.tokenizers.base import decode
 from ropewalk.model.tokenizers.gguf_vocab import tokenizer_from_gguf
 from tests.model.tokenizers.samples import SENTENCES, TRICKY, texts
 from tests.smollm2 import smollm2_path
@@ -96,10 +96,3 @@ def test_chat_prompt_equals_the_oracle_s(ours, oracle, fields):
             assert rendered == oracle.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=prompt
             )
-
-
-def test_streaming(ours):
-    text = "".join(TRICKY)
-    ids = ours.encode(text, bos=False)
-    detokenizer = Detokenizer(ours)
-    assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == text

@@ -58,14 +58,6 @@ def test_any_text(models, kind, text):
     assert decode(tokenizer, ids) == library.decode(ids)
 
 
-@given(text=texts)
-def test_byte_fallback_and_no_normalisation_lose_nothing(models, text):
-    for kind in ("llama", "no-prefix"):
-        _, tokenizer = models[kind]
-        whole = decode(tokenizer, tokenizer.encode(text, bos=True))
-        assert whole == text.replace("▁", " ")
-
-
 @pytest.mark.parametrize("kind", SPM_KINDS)
 @given(data=st.data())
 def test_any_ids(models, kind, data):
@@ -113,11 +105,6 @@ def test_bytes_of_each_kind_of_token(models):
     assert of("▁", first=True) == b""
     assert of("<unk>") == " ⁇ ".encode()
     assert tokenizer.eos == {library.eos_id()}
-
-
-def test_without_dummy_prefix_the_first_space_stays(models):
-    library, tokenizer = models["no-prefix"]
-    assert tokenizer.token_bytes(library.piece_to_id("▁"), first=True) == b" "
 
 
 def test_control_pieces_in_a_text_stay_text_unless_added(models):
