@@ -13,6 +13,7 @@ from ropewalk.model.weights import gguf_file
 from ropewalk.model.weights.base import CheckpointError
 from ropewalk.model.weights.gguf_file import GGUFFile
 from tests.model import refusals
+from tests.model.checkpoints import finish
 
 VALUES = np.random.default_rng(0).standard_normal((6, 256)).astype(np.float32)
 KINDS = ["F32", "F16", "BF16", "F64", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0"]
@@ -26,11 +27,7 @@ def write(path, tensors=None, **fields):
         writer.add_key_value(key, value, kind, sub)
     for name, values in (tensors or {"a": VALUES}).items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def refused(path, saying):
@@ -48,11 +45,7 @@ def test_every_type_reads_as_the_package_reads_it(kind, tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
     writer.add_tensor("before", VALUES[0, :7])  # so that padding follows
     writer.add_tensor("a", stored, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    weights = GGUFFile(tmp_path / "x.gguf")
+    weights = GGUFFile(finish(writer, tmp_path / "x.gguf"))
     assert weights.names() == {"before", "a"}
     assert weights.shape("a") == (6, 256)
     assert torch.equal(weights.read("a").to(torch.float64), torch.from_numpy(expected).double())
