@@ -1,10 +1,8 @@
 """Forms of RoPE's settings that files are published in, against what transformers makes of them."""
 
 import copy
-import json
 import logging
 import math
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -15,11 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ropewalk.model.architectures.base import by_model_type
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.encodings.base import create
-from ropewalk.model.loading.checkpoints import open_checkpoint
-from tests.model import checkpoints
 from tests.model.architectures.descriptions import Stored, from_gguf, hf
-from tests.model.checkpoints import CPU, loaded
-from tests.model.test_parity import difference
+from tests.model.checkpoints import CPU
 
 CONTEXT = 96  # max_position_embeddings
 ORIGINAL = {"original_max_position_embeddings": 24}
@@ -39,6 +34,7 @@ FORMS = {
     "mscale-0": (YARN | {"mscale": 0.0, "mscale_all_dim": 0.0}, None),
     "mscale-both": (YARN | WEIGHTS, None),
     "mscale-beside-attention": (YARN | WEIGHTS | {"attention_factor": 1.3}, "mscale = 0.707 is"),
+    "type-twice": (YARN | {"rope_type": "yarn"}, None),
     "finetuned": (YARN | {"finetuned": True}, None),
     "finetuned-linear": ({"type": "linear", "factor": 2.0, "finetuned": True}, None),
     "not-finetuned": (YARN | {"finetuned": False}, None),
@@ -58,15 +54,6 @@ FORMS = {
         "not from the original 24",
     ),
 }
-
-REFUSED_ONCE = [
-    "attn-factor-half",
-    "mscale-alone",
-    "mscale-all-dim-0",
-    "finetuned",
-    "llama3-original-unsaid",
-    "longrope-larger-factor",
-]
 
 
 def description(section, key="rope_scaling"):
@@ -115,31 +102,6 @@ def test_frequencies_and_magnitude(name, key, caplog):
     assert len(of_rope) == (told is not None)
     assert told is None or told in of_rope[0]
     assert "(transformers)" in "".join(of_rope) or told is None
-
-
-def test_no_two_forms_are_alike_by_mistake():
-    """A form that equals another does so by the rule above."""
-    plain, both = read(description(YARN)), read(description(YARN | WEIGHTS))
-    assert plain.magnitude != both.magnitude
-    factors = [read(description(FORMS[name][0])).magnitude for name in FORMS if "long" in name]
-    assert len(set(factors)) == 4
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    shape = transformers.LlamaConfig.from_dict(description({"rope_type": "default"}))
-    return checkpoints.save(checkpoints.random_model(shape), tmp_path_factory.mktemp("llama"))
-
-
-@pytest.mark.parametrize("name", REFUSED_ONCE)
-def test_logits(name, weights, tmp_path):
-    folder = shutil.copytree(weights, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(description(FORMS[name][0])))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    checkpoint = open_checkpoint(folder)
-    # transformers switches the lists of longrope by the length; a server does once, for all.
-    length = 20 if "longrope" in name else CONTEXT
-    assert difference(loaded(checkpoint, context=length), theirs, 1, length) <= 1e-4
 
 
 def test_partly_rotated_families_take_the_same_forms():

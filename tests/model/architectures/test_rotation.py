@@ -76,60 +76,6 @@ OF_LONGROPE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("section", "scaling"),
-    [
-        ({"type": "linear", "factor": 2}, {"type": "linear", "factor": 2.0}),
-        (
-            {"type": "dynamic", "factor": 2.0},
-            {"type": "dynamic", "factor": 2.0, "original_context": 512},
-        ),
-        (
-            {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 512},
-            {"type": "dynamic", "factor": 2.0, "original_context": 512},
-        ),
-        (
-            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-            | {"low_freq_factor": 1, "high_freq_factor": 4.0},
-            {"type": "llama3", "factor": 8.0, "original_context": 64}
-            | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        ),
-        (
-            {"rope_type": "yarn", "type": "yarn", "factor": 4.0, "truncate": True},
-            {"type": "yarn", "factor": 4.0, "original_context": 512},
-        ),
-        (
-            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-            | {"beta_fast": 16, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.5},
-            {"type": "yarn", "factor": 4.0, "original_context": 64, "magnitude": 1.5}
-            | {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-        ),
-        (
-            {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
-            {"type": "yarn", "factor": 4.0, "original_context": 512, "magnitude": 1.0},
-        ),
-        (
-            {"rope_type": "longrope", "original_max_position_embeddings": 64} | LISTS,
-            OF_LONGROPE | {"magnitude": 1.5**0.5},  # 512 = 64^1.5
-        ),
-        (
-            {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 8.0}
-            | LISTS
-            | {"attention_factor": 1.25},
-            OF_LONGROPE | {"magnitude": 1.25},
-        ),
-        (
-            {"rope_type": "proportional", "partial_rotary_factor": 0.5},
-            {"type": "proportional", "factor": 1.0, "share": 0.5},
-        ),
-    ],
-)
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_scalings(key, section, scaling):
-    encoding = hf(**{key: section}).encoding
-    assert encoding == EncodingSpec("rope", ROPE | {"scaling": scaling})
-
-
 def test_the_original_context_may_stand_outside():
     section = {"rope_type": "yarn", "factor": 4.0}
     for changes in (

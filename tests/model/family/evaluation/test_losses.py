@@ -24,7 +24,7 @@ from tests.model.family.evaluation.trained import (
     corpus,
     random_decoder,
 )
-from tests.model.tiny import in_torch, program_of
+from tests.model.tiny import program_of
 
 TEXTS = texts_of(corpus().held_out, 4 * TRAINED, 5)
 
@@ -118,16 +118,6 @@ def test_near_losses_are_those_of_the_same_tokens_after_fewer() -> None:
         assert float(found[place]) == pytest.approx(float(loss), abs=1e-4)
     far = losses.token_losses(reader, tokens)[TRAINED:]
     assert (far - found).abs().max() > 0.01  # they see less
-
-
-def test_the_oracle_reads_the_same() -> None:
-    """The backend that evaluation uses against the reference one, past the trained length."""
-    decoder = random_decoder(ENCODINGS["t5"])
-    shape = decoder.config
-    oracle = in_torch(with_weights_of(decoder, create(shape.encoding, shape, 256, CPU)))
-    tokens = TEXTS.tokens[1]
-    a, b = (losses.token_losses(Reader(each, 256), tokens) for each in (decoder, oracle))
-    assert (a - b).abs().max() < 1e-4
 
 
 def test_held_out_loss_is_that_of_the_later_half() -> None:
