@@ -37,27 +37,6 @@ def test_the_block_freed_longest_ago_comes_first():
     assert pool.take(3) == [4, 5, 2]
 
 
-def test_a_shared_block_is_free_when_the_last_holder_gives_it_back():
-    pool = BlockPool(3)
-    pool.take(1)
-    pool.share([1])
-    assert pool.refs(1) == 2
-    assert pool.give_back([1]) == []
-    assert pool.num_free == 1
-    assert pool.give_back([1]) == [1]
-    assert pool.take(2) == [2, 1]
-
-
-def test_a_free_block_can_be_held_again_with_its_content():
-    pool = BlockPool(4)
-    pool.take(2)
-    pool.give_back([1, 2])
-    pool.share([1])
-    assert pool.refs(1) == 1
-    assert pool.take(2) == [3, 2]
-    pool.check()
-
-
 @pytest.mark.parametrize("blocks", [[1, 1], [2], [0], [-1], [4]])
 def test_giving_back_what_nobody_holds_raises(blocks):
     pool = BlockPool(4)

@@ -143,16 +143,3 @@ def test_a_span_goes_on_only_after_a_full_block():
     store(cache, "b", [1, 2, 3])
     with pytest.raises(ValueError, match="full block"):
         cache.rearranger.move("a", 0, 1, "b", rewrite=False)
-
-
-def test_events_tell_what_became_of_each_block():
-    cache = CacheManager(6, 4)
-    store(cache, "a", LONG[:9])
-    cache.release("a")
-    assert kinds(cache) == [
-        *((EventKind.TAKEN, block) for block in (1, 2, 3)),
-        *((EventKind.FILLED, block) for block in (1, 2)),
-        *((EventKind.RELEASED, block) for block in (1, 2, 3)),
-    ]
-    store(cache, "b", LONG[:9])
-    assert kinds(cache)[:2] == [(EventKind.REUSED, 1), (EventKind.REUSED, 2)]
