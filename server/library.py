@@ -266,6 +266,6 @@ def _config(model: str, options: Mapping[str, object]) -> ServerConfig:
     if "models" in options:
         raise UsageError("models is not an option of ropewalk.load, which takes one model")
     for each in settings_of(serve):
-        if each.name in options and getattr(each, "section", "") in ("HTTP", "KV events"):
+        if each.name in options and getattr(each, "section", "") == "HTTP":
             raise UsageError(f"{each.name} is for a server; leave it out of ropewalk.load")
     return server_config(from_program({**options, "models": [model]}))
