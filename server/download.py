@@ -97,7 +97,10 @@ def locate(source: str) -> Path:
                 return folder
     if _HUB_ID.fullmatch(source) and not source.endswith(".gguf"):
         return pull(source)
-    meant = nearest(source, {*WHEELS, "family", *(path.name for path in FAMILY.glob("*"))})
+    meant = nearest(source.lower(), {*WHEELS, "family"})
+    if source.startswith(MEMBER):  # which alone would make any two names alike
+        members = {folder.name.removeprefix(MEMBER): folder.name for folder in family()}
+        meant = members.get(nearest(source.removeprefix(MEMBER), members) or "")
     if meant is not None:
         raise CommandError(f"{source} is neither a file nor a directory; did you mean {meant}?")
     raise CommandError(

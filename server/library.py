@@ -17,8 +17,7 @@ import torch
 
 from ropewalk.server import hardware
 from ropewalk.server.app.cache import described
-from ropewalk.server.cli.options import settings_of
-from ropewalk.server.cli.serve import from_program, serve
+from ropewalk.server.cli.serve import from_program
 from ropewalk.server.config import ServerConfig, server_config
 from ropewalk.server.engine.async_engine import AsyncEngine, Batch
 from ropewalk.server.engine.engine import Engine
@@ -265,7 +264,4 @@ def _config(model: str, options: Mapping[str, object]) -> ServerConfig:
     """The configuration of `ropewalk serve` with these options and no variables."""
     if "models" in options:
         raise UsageError("models is not an option of ropewalk.load, which takes one model")
-    for each in settings_of(serve):
-        if each.name in options and getattr(each, "section", "") == "HTTP":
-            raise UsageError(f"{each.name} is for a server; leave it out of ropewalk.load")
     return server_config(from_program({**options, "models": [model]}))

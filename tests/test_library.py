@@ -177,7 +177,6 @@ def test_requests_are_refused_in_one_sentence(model, prompt, fields, said) -> No
             {"dtyp": "float32"},
             "dtyp is not an option of ropewalk serve; did you mean",
         ),
-        (MEMBER, {"port": 8000}, "port is for a server; leave it out"),
         (MEMBER, {"encoding": "t5"}, "has trained weights"),
     ],
 )

@@ -179,6 +179,11 @@ def _complaint(args: argparse.Namespace) -> str | None:
         return "--dialect and --no-ignore-eos are for running servers: drop them, or --serve"
     if args.serve is None and (args.encodings or args.variants or args.context):
         return "--encodings, --variants and --context need --serve, such as --serve shape:smollm2"
+    unknown = [name for name in args.encodings if name not in ENCODINGS]
+    if args.serve == FAMILY and unknown:
+        return (
+            f"the family has no {unknown[0]}, only {', '.join(ENCODINGS)}: use --serve shape:small"
+        )
     random = args.serve is not None and args.serve.startswith("shape:")
     if random and any(workload.name == "extrapolate" for workload in args.workload):
         return "extrapolate needs a trained context, which random weights do not have: drop it"

@@ -59,6 +59,7 @@ class Cohere2(GatedDecoder):
         return kinds.without(kinds.full_layers(fields, layers), layers)
 
     def windows_in_gguf(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
+        fields.require("cohere2.attention.sliding_window")
         return kinds.windows_in_gguf(fields, "cohere2.", layers)
 
     def rotated_layers_in_gguf(self, fields: Fields, layers: int) -> Sequence[int]:

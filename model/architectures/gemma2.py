@@ -45,8 +45,8 @@ class Gemma2(GatedDecoder):
     )
     norm_order = stored.LessOne()  # in safetensors; GGUF files have the sum
     hidden_act = ("hidden_activation", "gelu_pytorch_tanh")
-    # What it once was called, and repeats.
-    harmless = frozenset({"hidden_act"})
+    # What published files repeat.
+    harmless = frozenset({"hidden_act", "sliding_window_size"})
     largest = 46  # layers of the one model whose scale is not by the heads' own width
     absent: ClassVar[Absent] = by(
         TRANSFORMERS,

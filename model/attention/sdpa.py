@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
 from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.encodings.base import QueryBias
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -128,10 +128,13 @@ class SdpaAttention:
             return F.scaled_dot_product_attention(
                 q, keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=groups > 1
             )
-        keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
-        wide = torch.promote_types(q.dtype, torch.float32)
-        scores = capped((q @ keys.mT).to(wide) * spec.scale, spec.cap) + mask
-        return scores.softmax(dim=-1).to(values.dtype) @ values
+        wide = torch.promote_types(q.dtype, torch.float32)  # products would be rounded otherwise
+        by_group = q.reshape(len(q), spec.num_kv_heads, -1, q.shape[-1]).to(wide)
+        scores = (by_group @ keys.to(wide).mT).view(*q.shape[:3], -1)
+        # In place: there is one for each pair and head.
+        scores.mul_(spec.scale / spec.cap).tanh_().mul_(spec.cap).add_(mask)
+        weights = scores.softmax(dim=-1).to(values.dtype)
+        return (weights.view(*by_group.shape[:3], -1) @ values).view(*q.shape[:3], -1)
 
     def _gather(
         self, kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import KVCache
+from ropewalk.model.attention.base import capped
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.decoder import Decoder
@@ -109,6 +110,8 @@ def _attend(op: AttendPath, now: Pass, x: Tensor, *values: Tensor) -> Sequence[T
         here, there = (
             each[seen].repeat_interleave(repeat, dim=1) for each in (keys, stored_values)
         )
-        weights = (torch.einsum("hd,khd->hk", q[row], here) * own.scale).softmax(dim=-1)
+        weights = capped(torch.einsum("hd,khd->hk", q[row], here) * own.scale, own.cap).softmax(
+            dim=-1
+        )
         found.append(torch.einsum("hk,khd->hd", weights, there).flatten())
     return (torch.stack(found),)

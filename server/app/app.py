@@ -109,7 +109,7 @@ def create_app(
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> NoReturn:
-        if request.scope["path"] == "/" and error.status_code == 404:
+        if options.explorer and request.scope["path"] == "/" and error.status_code == 404:
             raise RouteNotFound(
                 "the explorer at this path is for browsers, which accept text/html; "
                 "GET /docs lists what programs may ask for"

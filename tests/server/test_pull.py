@@ -263,7 +263,10 @@ def test_paths_are_taken_as_they_are(tmp_path, monkeypatch) -> None:
     assert pull.locate(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("source", ["nowhere", "./a/b", "a/b.gguf", "/a/b", "a/b/c", "../x"])
+@pytest.mark.parametrize(
+    "source",
+    ["nowhere", "./a/b", "a/b.gguf", "/a/b", "a/b/c", "../x", "tokenizer.model", "ropewalk-yarn"],
+)
 def test_what_is_neither_path_nor_name(source: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CommandError, match="neither a file nor a directory; give"):
@@ -272,7 +275,12 @@ def test_what_is_neither_path_nor_name(source: str, tmp_path: Path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("source", "meant"),
-    [("smolm2", "smollm2"), ("famly", "family"), ("ropewalk-rop", "ropewalk-rope")],
+    [
+        ("smolm2", "smollm2"),
+        ("famly", "family"),
+        ("ropewalk-rop", "ropewalk-rope"),
+        ("SmolLM2", "smollm2"),
+    ],
 )
 def test_a_misspelt_name_is_told_what_it_may_have_meant(source: str, meant: str) -> None:
     with pytest.raises(CommandError, match=f"{source} is neither .*; did you mean {meant}\\?"):

@@ -397,6 +397,11 @@ def test_cohere_2_is_rotated_by_window():
     assert found.windows == (None, 4096) + (None,) * 30
     found = from_gguf("cohere2", block_count=8)
     assert found.encoding.options["layers"] == [0, 1, 2, 4, 5, 6]
+    refused_in_gguf(
+        "attention.sliding_window is missing",
+        "cohere2",
+        **{"attention.sliding_window": ABSENT},
+    )
     refused("rotary_pct is not supported, but 1", "cohere2", rotary_pct=0.5)
     refused("sliding_window is missing", "cohere2", sliding_window=None)
 

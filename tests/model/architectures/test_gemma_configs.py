@@ -91,6 +91,7 @@ def test_gemma_3_that_cannot_be_honoured(changes, saying):
     [
         (dict.fromkeys(["attn_logit_softcapping", "final_logit_softcapping"], ABSENT), {}),
         ({"attn_logit_softcapping": None}, {"score_cap": None}),
+        ({"sliding_window_size": 4096}, {}),
         ({"final_logit_softcapping": None}, {"logit_cap": None}),
         ({"layer_types": [GLOBAL] * 25 + [LOCAL]}, {"windows": (None,) * 25 + (4096,)}),
         ({"query_pre_attn_scalar": 224}, {"attention_scale": 224**-0.5}),

@@ -62,6 +62,18 @@ def biases(heads, batch):
     ]
 
 
+def test_capped_scores_are_not_rounded_before(kernels):
+    """Products in bfloat16 would be off by some tenths where they are large."""
+    given = spec(8, 4, 256, torch.bfloat16, cap=50.0)
+    q, kv, batch = problem(given, 16, [(0, 128)])
+    q = (10 * q.float()).to(torch.bfloat16)
+    exact = ReferenceAttention(replace(given, dtype=torch.float64))(
+        q.double(), LayerKV(*(each.double() for each in kv)), batch, None, None
+    )
+    for backend in (CpuBackend(kernels), SdpaAttention, InParts):
+        assert (backend(given)(q, kv, batch, None, None) - exact).abs().max() < 0.03
+
+
 @pairs(
     head_dim=(1, 10, 64, 80, 128),
     heads=((1, 1), (6, 2), (5, 1), (8, 8)),
