@@ -17,6 +17,19 @@ from ropewalk.model.program import Op
 from ropewalk.model.recipes import ADD, Layer
 from ropewalk.model.weights.base import WeightFile
 
+SIZES = by(
+    TRANSFORMERS,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    query_pre_attn_scalar=256,
+    sliding_window=4096,
+)
+
 
 def block(layer: Layer) -> Iterator[Op]:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
@@ -48,20 +61,11 @@ class Gemma2(GatedDecoder):
     # What published files repeat.
     harmless = frozenset({"hidden_act", "sliding_window_size"})
     largest = 46  # layers of the one model whose scale is not by the heads' own width
-    absent: ClassVar[Absent] = by(
+    absent: ClassVar[Absent] = SIZES | by(
         TRANSFORMERS,
         vocab_size=256000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
         max_position_embeddings=8192,
-        rms_norm_eps=1e-6,
-        query_pre_attn_scalar=256,
         rope_theta=1e4,
-        sliding_window=4096,
         attn_logit_softcapping=50,
         final_logit_softcapping=30,
     )

@@ -7,7 +7,7 @@ from ropewalk.model.architectures import kinds, rotation
 from ropewalk.model.architectures.common import FULL, LLAMA_CPP, SLIDING, TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, by
 from ropewalk.model.architectures.gated import GatedDecoder
-from ropewalk.model.architectures.gemma2 import Gemma2
+from ropewalk.model.architectures.gemma2 import SIZES, Gemma2
 from ropewalk.model.config import EncodingSpec
 from ropewalk.model.weights.base import WeightFile
 
@@ -18,21 +18,12 @@ class Gemma3Text(Gemma2):
     gguf_name: str | None = "gemma3"
     qk_norm = True
     largest = 62
-    absent: ClassVar[Absent] = by(
+    absent: ClassVar[Absent] = SIZES | by(
         TRANSFORMERS,
         vocab_size=262208,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
         max_position_embeddings=131072,
-        rms_norm_eps=1e-6,
-        query_pre_attn_scalar=256,
         rope_theta=1e6,
         rope_local_base_freq=1e4,
-        sliding_window=4096,
         sliding_window_pattern=6,
     )
     absent_in_gguf: ClassVar[Absent] = GatedDecoder.absent_in_gguf | by(

@@ -15,7 +15,7 @@ import pytest
 from ropewalk.server import download, launch
 from ropewalk.server.cli import conversation
 from ropewalk.server.cli import main as cli
-from ropewalk.server.cli.options import OTHER_VARIABLES, settings_of
+from ropewalk.server.cli.options import settings_of
 from ropewalk.server.cli.serve import wait_briefly
 from ropewalk.server.config import ModelSource
 from ropewalk.server.errors import CommandError
@@ -25,12 +25,7 @@ from tests.server.sockets import free_port
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        # ROPEWALK_HOME stays: the kernels that other tests have compiled are there.
-        if name.startswith("ROPEWALK_") and name not in OTHER_VARIABLES:
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_options")
 
 
 @pytest.fixture

@@ -21,10 +21,11 @@ from ropewalk.server.cli.conversation import ChatOptions, Client
 from ropewalk.server.errors import CommandError, UsageError
 from tests.server.certificates import issued, self_signed
 from tests.server.sockets import free_port
-from tests.server.test_cli import no_options  # noqa: F401 - a fixture
 from tests.server.test_drain import texts
 from tests.server.test_protocol import Hasty
 from tests.server.toy import ScriptedEngine, running, toy_app, wait_for
+
+pytestmark = pytest.mark.usefixtures("no_options")
 
 ROOT = Path(__file__).parents[2]
 HERE = "DNS:localhost,IP:127.0.0.1"

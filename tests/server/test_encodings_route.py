@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from itertools import chain
 
 import pytest
@@ -21,20 +20,6 @@ from tests.server.test_cli import sentence
 from tests.server.toy import ask, toy, toy_app
 
 PLACE = Place(all_backends("no compiler here"), torch.bfloat16, torch.device("cpu"))
-OUTSIDE = '''
-from ropewalk.model.encodings.base import PositionalEncoding
-
-class Outside(PositionalEncoding):
-    """Comes from a file of the user's."""
-'''
-
-
-@pytest.fixture
-def outside(tmp_path, monkeypatch):
-    (tmp_path / "users_own.py").write_text(OUTSIDE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield "users_own:Outside"
-    sys.modules.pop("users_own", None)
 
 
 @pytest.fixture

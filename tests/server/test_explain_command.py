@@ -8,7 +8,6 @@ from ropewalk.server.studies import explain as explain_command
 from tests.model import encoder_decoders
 from tests.model.checkpoints import llama, random_model, save
 from tests.server.test_cli import sentence
-from tests.server.test_encodings_route import outside  # noqa: F401 - a fixture
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,7 @@ def test_flags_shape_what_is_shown(here, capsys, monkeypatch) -> None:
     assert "48 FLOPs and 16 bytes read or written" in page  # 2 · 2 heads · 3 · width
 
 
-def test_an_encoding_from_outside_is_drawn(here, capsys, outside) -> None:  # noqa: F811
+def test_an_encoding_from_outside_is_drawn(here, capsys, outside) -> None:
     assert explain(capsys, outside) == "Outside.html\n"
     assert "Comes from a file of the user" in (here / "Outside.html").read_text()
 

@@ -282,17 +282,22 @@ class Rows {
     });
   }
 
-  // NaN stays NaN.
-  void clip(Team &team, const OpArguments &op) const {
+  // Every number of x becomes change(number).
+  template <class Change>
+  void change_all(Team &team, const OpArguments &op, const Change &change) const {
     T *x = at(op.x);
-    const float most = float(op.number);
     const int64_t step = op.x.width, count = op.x.count;
     each(team, [=](int64_t r) {
-      for (T *i = x + r * step; i < x + r * step + count; ++i) {
-        const float own = widen(*i);
-        narrow(own > most ? most : own < -most ? -most : own, i);
-      }
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i)
+        narrow(change(widen(x[r * step + i])), x + r * step + i);
     });
+  }
+
+  // NaN stays NaN.
+  void clip(Team &team, const OpArguments &op) const {
+    const float most = float(op.number);
+    change_all(team, op, [=](float own) { return own > most ? most : own < -most ? -most : own; });
   }
 
   // Heads of x and of y, by the same angle.
@@ -357,24 +362,13 @@ class Rows {
   }
 
   void soft_cap(Team &team, const OpArguments &op) const {
-    T *x = at(op.x);
     const float cap = float(op.number);
-    const int64_t step = op.x.width, count = op.x.count;
-    each(team, [=](int64_t r) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i)
-        narrow(soft_capped(widen(x[r * step + i]), cap), x + r * step + i);
-    });
+    change_all(team, op, [=](float own) { return soft_capped(own, cap); });
   }
 
   void scale(Team &team, const OpArguments &op) const {
-    T *x = at(op.x);
     const float factor = float(op.number);
-    const int64_t step = op.x.width, count = op.x.count;
-    each(team, [=](int64_t r) {
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) narrow(widen(x[r * step + i]) * factor, x + r * step + i);
-    });
+    change_all(team, op, [=](float own) { return own * factor; });
   }
 
   void add(Team &team, const OpArguments &op) const {
