@@ -18,6 +18,7 @@ from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
     ScoreBias,
+    asks_keys,
     asks_query,
     find,
     freeze_all,
@@ -33,7 +34,10 @@ from ropewalk.model.kernels.cpu.lowering import (
     rotates_in_python,
 )
 
-HOOKS = ("embed", "gates", "query_bias", "rotate", "rotation", "score_bias", "for_layer")
+HOOKS = (
+    *("embed", "gates", "query_bias", "rotate", "rotation", "score_bias", "content_bias"),
+    "for_layer",
+)
 DATA = {"embed": "vectors", "gates": "forget_gates"}  # hooks from which these are computed
 LENGTHS = (512, 4096, 32768)  # keys that the new token attends to
 SHORT = 64  # context of an encoding when its length does not matter
@@ -253,6 +257,8 @@ def in_python(encoding: PositionalEncoding) -> Iterator[str]:
         yield "rotate"
     if biases_in_python(layer):
         yield "score_bias"
+    if asks_keys(layer):
+        yield "content_bias"
 
 
 def summary(kind: type[PositionalEncoding]) -> str:

@@ -15,8 +15,8 @@ from ropewalk.model.encodings.base import (
     MaterialisedBias,
     PairBias,
     PositionalEncoding,
-    asks_query,
-    forgets,
+    asks_keys,
+    by_content,
     rotates,
     stored_gates,
 )
@@ -83,8 +83,7 @@ class Decoder:
         """Whether all positional work can be timed by itself: attention does none of it."""
         encodings = self.encodings
         in_attention = any(
-            each.score_bias() or each.rotation() or asks_query(each) or forgets(each)
-            for each in encodings
+            each.score_bias() or each.rotation() or by_content(each) for each in encodings
         )
         apart = self.executor.rotates_apart or not any(map(rotates, encodings))
         return apart and not in_attention
@@ -92,8 +91,10 @@ class Decoder:
     @property
     def has_dense_bias(self) -> bool:
         """Whether a step computes a number for each of its tokens and each key before it."""
-        biases = (each.score_bias() for each in self.encodings)
-        return any(isinstance(each, MaterialisedBias | PairBias) for each in biases)
+        return any(
+            asks_keys(each) or isinstance(each.score_bias(), MaterialisedBias | PairBias)
+            for each in self.encodings
+        )
 
     def fixed_tensors(self) -> dict[str, Tensor]:
         """Which tensors passes read and nothing changes, by name, each piece of memory once.

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.config import BlockKind, EncoderDecoderConfig, ModelConfig
-from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, asks_query, forgets
+from ropewalk.model.encodings.base import (
+    EncodingError,
+    PositionalEncoding,
+    asks_query,
+    by_content,
+    forgets,
+)
 from ropewalk.model.program import (
     Activate,
     Add,
@@ -58,8 +64,7 @@ class Layer:
         config, at, dim = self.config, f"{self.at}attention.", self.config.head_dim
         of_queries, of_keys = config.num_heads * dim, config.num_kv_heads * dim
         outputs = (of_queries, of_keys, of_keys)
-        by_content = forgets(self.encoding) or asks_query(self.encoding)
-        if by_content and not self.causal:
+        if by_content(self.encoding) and not self.causal:
             raise EncodingError("what depends on content needs a decoder: here tokens see all.")
         if forgets(self.encoding):
             yield Forget(x, "", self.index, self.encoding)

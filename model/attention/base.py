@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from logging import getLogger
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from ropewalk.model.batch import ForwardBatch
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     BIASES,
+    ContentBias,
     EncodingError,
     KeyBias,
     LinearBias,
@@ -23,7 +25,9 @@ from ropewalk.model.encodings.base import (
     PositionalEncoding,
     QueryBias,
     ScoreBias,
+    Scored,
     TableBias,
+    asks_keys,
     asks_query,
     forgets,
 )
@@ -48,7 +52,7 @@ class AttentionSpec:
     device: torch.device
     window: int | None = None  # keys a query attends to, its own included; None: all before it
     causal: bool = True  # False: a query attends to all keys of its request
-    bias: type[ScoreBias | QueryBias] | None = None  # the kind that is added to scores
+    bias: type[ScoreBias | QueryBias | ContentBias] | None = None  # the kind added to scores
     storage: KeyStorage | None = None  # of stored keys that are not fully rotated yet
     gated: bool = False  # whether stored gates are added to scores, as `forgotten` has it
     cap: float | None = None  # (q · k) · scale is `capped` to it, before anything is added
@@ -80,15 +84,18 @@ def spec_for(
 
 def of_encoding(
     encoding: PositionalEncoding | None,
-) -> tuple[type[ScoreBias | QueryBias] | None, KeyStorage | None]:
+) -> tuple[type[ScoreBias | QueryBias | ContentBias] | None, KeyStorage | None]:
     """What attention has to do for a layer's encoding, as in AttentionSpec."""
     if encoding is None:
         return None, None
+    rotation = encoding.rotation()
+    storage = None if rotation is None else rotation.storage
     if asks_query(encoding):
-        rotation = encoding.rotation()
-        return QueryBias, None if rotation is None else rotation.storage
-    bias, rotation = encoding.score_bias(), encoding.rotation()
-    return None if bias is None else type(bias), None if rotation is None else rotation.storage
+        return QueryBias, storage
+    if asks_keys(encoding):
+        return ContentBias, storage
+    bias = encoding.score_bias()
+    return None if bias is None else type(bias), storage
 
 
 def why_not_bias(spec: AttentionSpec) -> str | None:
@@ -106,17 +113,30 @@ class DenseBias:
     values: Tensor  # [heads, T, max_context] float32
 
 
-StepBias = LinearBias | TableBias | KeyBias | DenseBias | QueryBias
+StepBias = LinearBias | TableBias | KeyBias | DenseBias | QueryBias | ContentBias
 
 
 def step_bias(
     encoding: PositionalEncoding, batch: ForwardBatch, block_size: int
 ) -> StepBias | None:
     """What an encoding of one layer adds to its scores."""
+    if asks_keys(encoding):
+        return ContentBias(partial(content_bias, encoding))
     added = encoding.score_bias()
     if isinstance(added, MaterialisedBias | PairBias):
         return _dense(added, batch, block_size)
     return added
+
+
+def content_bias(encoding: PositionalEncoding, seen: Scored) -> Tensor:
+    """What an encoding adds to these scores. Raises EncodingError for another shape."""
+    found = encoding.content_bias(seen)
+    if found is None or found.shape != seen.scores.shape:
+        raise EncodingError(
+            f"content_bias of {type(encoding).__name__} returns "
+            f"{None if found is None else list(found.shape)} for scores {list(seen.scores.shape)}."
+        )
+    return found.to(seen.scores.dtype)
 
 
 def forgotten(kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ropewalk.cache.kv import PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import QueryBias
+from ropewalk.model.encodings.base import ContentBias, QueryBias, Scored
 from ropewalk.model.encodings.common.rotary import Rotation
 
 
@@ -47,14 +47,20 @@ class ReferenceAttention:
             elif isinstance(bias, QueryBias):
                 own = torch.arange(rows.start, rows.stop, device=q.device)
                 scores = scores + bias.at(own, positions[:, None] - key_positions)
-            elif bias is not None:
+            elif bias is not None and not isinstance(bias, ContentBias):
                 scores = scores + bias.between(positions, key_positions)
             if self.spec.gated and context:  # rows that a graph leaves unused have no keys
                 sums = forgotten(kv, batch)[r, :, :context]
                 own = sums[:, context - (rows.stop - rows.start) :, None]
                 scores = scores + (sums[:, None] - own).to(self.dtype)
             hidden = self.hidden(rows.stop - rows.start, context, q.device)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if isinstance(bias, ContentBias) and context:
+                of_q = q[rows].to(self.dtype).transpose(0, 1)
+                of_keys = keys.transpose(0, 1)[:: self.spec.num_heads // self.spec.num_kv_heads]
+                added = bias.of(Scored(scores, of_q, of_keys, positions, key_positions))
+                scores = (scores + added).masked_fill(hidden, -torch.inf)
+            weights = scores.softmax(dim=-1)
             out[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
         return out
 

@@ -4,14 +4,16 @@ Gathers each request's blocks into a padded tensor and masks by index. Reads the
 than a paged kernel would, so it is the fallback, not the fast path.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.kv import PagedKV
-from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, forgotten
+from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import QueryBias
+from ropewalk.model.encodings.base import ContentBias, QueryBias, Scored
 from ropewalk.model.encodings.common.rotary import Rotation
 
 
@@ -22,6 +24,7 @@ class SdpaAttention:
     # Limit on a call's padded query-key pairs. Padding one prompt to another request's
     # context, or many requests to a prompt's length, would take gigabytes.
     most_pairs = 1 << 22
+    most_scores = 1 << 20  # at a time, where they are more than torch's function computes
 
     @classmethod
     def why_not(cls, spec: AttentionSpec) -> str | None:
@@ -90,7 +93,7 @@ class SdpaAttention:
         elif isinstance(bias, QueryBias):
             distance = positions[rows][..., None] - key_positions[:, None]
             mask = mask + bias.at(rows, distance).transpose(0, 1).to(wide)
-        elif bias is not None:
+        elif bias is not None and not isinstance(bias, ContentBias):
             between = bias.between(positions[rows], key_positions)
             mask = mask + between.transpose(0, 1).to(wide)
         if self.spec.gated:
@@ -115,26 +118,26 @@ class SdpaAttention:
                 near_mask = mask.masked_fill(is_far, -torch.inf)
                 mask = torch.cat((near_mask, mask.masked_fill(~is_far, -torch.inf)), dim=-1)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
-        out = self._weighed(padded, keys, values, mask)
+        if self.spec.cap is None and not isinstance(bias, ContentBias):
+            grouped = self.spec.num_heads > self.spec.num_kv_heads
+            out = F.scaled_dot_product_attention(
+                padded, keys, values, attn_mask=mask, scale=self.spec.scale, enable_gqa=grouped
+            )
+        else:
+            exact = keys.to(torch.promote_types(q.dtype, torch.float32))  # as products have to be
+            scoring = _Scoring(self.spec, exact, values, bias, key_positions)
+            some = max(1, self.most_scores // (len(keys) * self.spec.num_heads * keys.shape[2]))
+            parts = zip(
+                torch.split(padded, some, dim=2),
+                torch.split(mask, some, dim=2),
+                torch.split(positions[rows], some, dim=1),
+                strict=True,
+            )
+            out = torch.cat([scoring.attend(*part) for part in parts], dim=2)
         # Not by a boolean mask, whose number of true values would have to be read from the device.
         request = batch.row_requests()
         column = torch.arange(len(request), device=q.device) - batch.query_starts[request]
         return out.transpose(1, 2)[request, column]
-
-    def _weighed(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """q [R, heads, max_query, ...] → the same, of values."""
-        spec, groups = self.spec, self.spec.num_heads // self.spec.num_kv_heads
-        if spec.cap is None:
-            return F.scaled_dot_product_attention(
-                q, keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=groups > 1
-            )
-        wide = torch.promote_types(q.dtype, torch.float32)  # products would be rounded otherwise
-        by_group = q.reshape(len(q), spec.num_kv_heads, -1, q.shape[-1]).to(wide)
-        scores = (by_group @ keys.to(wide).mT).view(*q.shape[:3], -1)
-        # In place: there is one for each pair and head.
-        scores.mul_(spec.scale / spec.cap).tanh_().mul_(spec.cap).add_(mask)
-        weights = scores.softmax(dim=-1).to(values.dtype)
-        return (weights.view(*by_group.shape[:3], -1) @ values).view(*q.shape[:3], -1)
 
     def _gather(
         self, kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype
@@ -146,7 +149,8 @@ class SdpaAttention:
         unused = torch.arange(longest, device=tables.device)
         unused = (unused >= batch.context_lens[:, None])[:, :, None, None]
         keys, values = (each.flatten(1, 2)[:, :longest] for each in kv.read(tables, dtype=dtype))
-        keys, values = keys.masked_fill(unused, 0), values.masked_fill(unused, 0)
+        keys.masked_fill_(unused, 0)
+        values.masked_fill_(unused, 0)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     @staticmethod
@@ -163,3 +167,28 @@ class SdpaAttention:
         first = batch.context_lens - batch.query_starts.diff()
         column = torch.arange(batch.max_query, device=first.device)
         return first[:, None] + column
+
+
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """Attention whose scores torch's function cannot compute, over [R, kv_heads, K, head_dim]."""
+
+    spec: AttentionSpec
+    keys: Tensor
+    values: Tensor
+    bias: StepBias | None
+    key_positions: Tensor  # [R, K]
+
+    def attend(self, q: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """q [R, heads, Q, head_dim], what is added already [R, heads or 1, Q, K] → like q."""
+        q = q.to(self.keys.dtype)
+        by_group = q.reshape(len(q), self.spec.num_kv_heads, -1, q.shape[-1])
+        products = (by_group @ self.keys.mT).view(*q.shape[:3], -1)
+        scores = capped(products.mul_(self.spec.scale), self.spec.cap).add_(mask)
+        if isinstance(self.bias, ContentBias):
+            hidden = mask == -torch.inf
+            scores.masked_fill_(hidden, -torch.inf)  # NaN as well, of rows that a graph leaves
+            added = self.bias.of(Scored(scores, q, self.keys, positions, self.key_positions))
+            scores = (scores + added).masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(dim=-1).to(self.values.dtype)
+        return (weights.view(*by_group.shape[:3], -1) @ self.values).view(*q.shape[:3], -1)

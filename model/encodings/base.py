@@ -117,6 +117,28 @@ class PairBias:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """The queries and keys of a layer's requests, and what they make of each other."""
+
+    scores: Tensor  # [..., heads, Q, K], (q · k) · scale; -inf of keys that a query does not see
+    q: Tensor  # [..., heads, Q, head_dim]
+    keys: Tensor  # [..., kv_heads, K, head_dim], as they are stored
+    positions: Tensor  # [..., Q]
+    key_positions: Tensor  # [..., K]
+
+    def keys_by_head(self) -> Tensor:
+        """The keys that each query head meets, [..., heads, K, head_dim]."""
+        return self.keys.repeat_interleave(self.q.shape[-3] // self.keys.shape[-3], dim=-3)
+
+
+@dataclass(frozen=True, slots=True)
+class ContentBias:
+    """Adds of(queries and keys) to the score: any function of them and of their positions."""
+
+    of: Callable[[Scored], Tensor]  # → [..., heads, Q, K]
+
+
+@dataclass(frozen=True, slots=True)
 class ForgetGates:
     """Each head's gate: which share of what came before it a token lets later tokens see.
 
@@ -251,6 +273,14 @@ class PositionalEncoding(nn.Module):
         """
         return None
 
+    def content_bias(self, seen: Scored) -> Tensor | None:
+        """A bias of queries and keys together: [..., heads, Q, K], like their scores.
+
+        In place of `score_bias`, where it depends on both. No kernel computes it, so it costs
+        most. What it returns for keys that a query does not see is ignored.
+        """
+        return None
+
     def for_layer(self, layer: int) -> "PositionalEncoding":
         """The encoding as layer `layer` sees it."""
         return self
@@ -291,9 +321,9 @@ class PositionalEncoding(nn.Module):
                     bias_values=sums, flops=2 * made * config.hidden_size + 2 * sums, bytes=read
                 )
             bias = own.score_bias()
-            if bias is not None or asks_query(own):
+            if bias is not None or asks_query(own) or asks_keys(own):
                 values = config.num_heads * sum(seen)
-                dense = isinstance(bias, MaterialisedBias | PairBias)
+                dense = isinstance(bias, MaterialisedBias | PairBias) or asks_keys(own)
                 linear = isinstance(bias, LinearBias)
                 read = 4 * (values if dense else config.num_heads * (1 if linear else max(seen)))
                 total += PositionalWork(
@@ -369,6 +399,16 @@ def forgets(encoding: PositionalEncoding) -> bool:
 def asks_query(encoding: PositionalEncoding) -> bool:
     """Whether the bias of a layer depends on the query itself."""
     return not inherits(encoding.query_bias, encoding, PositionalEncoding.query_bias)
+
+
+def asks_keys(encoding: PositionalEncoding) -> bool:
+    """Whether the bias of a layer depends on queries and keys together."""
+    return not inherits(encoding.content_bias, encoding, PositionalEncoding.content_bias)
+
+
+def by_content(encoding: PositionalEncoding) -> bool:
+    """Whether what is added to a layer's scores depends on what tokens are."""
+    return forgets(encoding) or asks_query(encoding) or asks_keys(encoding)
 
 
 def stored_gates(encoding: PositionalEncoding, config: ModelConfig) -> int:

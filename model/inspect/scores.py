@@ -15,13 +15,15 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model import recipes
-from ropewalk.model.attention.base import forgotten
+from ropewalk.model.attention.base import content_bias, forgotten
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.batch import in_order, of_one
 from ropewalk.model.config import EncoderDecoderConfig, ModelConfig
 from ropewalk.model.encodings.base import (
     LinearBias,
+    Scored,
     TableBias,
+    asks_keys,
     asks_query,
     create,
     embeds,
@@ -50,7 +52,9 @@ from ropewalk.model.weights.quantize import Weight, round_matrices
 
 CPU = torch.device("cpu")
 FARTHEST = 512  # distances that the curve of a bias has
-Kind = Literal["rotation", "bias", "query_bias", "gates", "embedding", "several", "none"]
+Kind = Literal[
+    "rotation", "bias", "query_bias", "content_bias", "gates", "embedding", "several", "none"
+]
 
 WITHIN = (
     "the position is part of every token's vector before layer 0, and what the layers made of it "
@@ -217,7 +221,8 @@ class Looked:
             content = self.reference.scores(q[row], k, zero[row], zero, zero, rotation)[:, 0]
             position = plain - content
         scores = plain
-        added = self._added(query, positions)
+        hidden = self.reference.hidden(count, count, CPU)[query]
+        added = self._added(query, plain.masked_fill(hidden, -torch.inf), keys, positions)
         if added is not None:
             scores = plain + added
             position = position + added if turned else added
@@ -225,7 +230,6 @@ class Looked:
             terms = self._terms(row, keys)
             position = torch.stack([*terms.values()]).sum(dim=0)
             content = plain - position
-        hidden = self.reference.hidden(count, count, CPU)[query]
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         split = self.why_not is None
         distances, curve = self._curve(query, added)
@@ -261,6 +265,8 @@ class Looked:
             found.append("bias")
         if asks_query(encoding):
             found.append("query_bias")
+        if asks_keys(encoding):
+            found.append("content_bias")
         if forgets(encoding):
             found.append("gates")
         if embeds(self.whole):
@@ -300,10 +306,15 @@ class Looked:
             gates=self._gates,
         )
 
-    def _added(self, query: int, positions: Tensor) -> Tensor | None:
-        """Bias and gates: added to the scores of keys at these positions [heads, keys]."""
+    def _added(self, query: int, plain: Tensor, keys: Tensor, positions: Tensor) -> Tensor | None:
+        """Bias and gates: added to `plain` scores [heads, keys] of keys at these positions."""
         bias, added = self.encoding.score_bias(), None
-        if self.of_queries is not None:
+        if asks_keys(self.encoding):
+            q, own = self.queries[query].to(keys.dtype), self.batch.positions[query]
+            of_keys = keys.transpose(0, 1)[:: self.op.num_heads // self.op.num_kv_heads]
+            seen = Scored(plain[:, None], q[:, None], of_keys, own[None], positions)
+            added = content_bias(self.encoding, seen)[:, 0]
+        elif self.of_queries is not None:
             distance = self.batch.positions[query] - positions
             added = self.of_queries.at(torch.tensor([query]), distance[None])[:, 0]
         elif bias is not None:

@@ -49,6 +49,11 @@
       append: "The query is a later token now, with a curve of its own. The stored key has no position in it, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
+    content_bias: {
+      seen: "The encoding leaves queries and keys alone. It adds a number to each score, which depends on the query and on the keys themselves: this curve is that of this query's own keys.",
+      append: "The query is a later token now, and what it makes of each key may be another number. The stored key has no position in it, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, which changes only what queries make of it. The stored key has no position in it, so moving changes nothing that is stored.",
+    },
     gates: {
       seen: "Each token has a gate for each head: which share of what came before it later tokens see. The score loses by every gate between the two tokens, " +
         "so that how far a key seems depends on what was said since. This curve is that of this query's own keys.",
@@ -68,7 +73,7 @@
     },
   };
 
-  const CHANGING = new Set(["gates", "query_bias"]); // whose curve is that of one query
+  const CHANGING = new Set(["gates", "query_bias", "content_bias"]); // whose curve is that of one query
 
   const ENCODER = " This is an encoder: it reads a text as a whole, and each token sees later ones, too. Nothing is appended to what it has read, " +
     "or moved in it: another text is computed anew.";

@@ -101,7 +101,9 @@ class _Model:
             scores = self.capped(scores, config.score_cap)
             if bias is not None:
                 scores = scores + bias[head]
-            powers = (scores - scores.max()).exp() * self.seen(layer, len(x))
+            seen = self.seen(layer, len(x))
+            scores = scores + rule.of_scores(layer, q, scores, seen)
+            powers = (scores - scores.max()).exp() * seen
             gathered.append(powers @ v / powers.sum(dim=1, keepdim=True))
         return self.linear(f"{at}out", torch.cat(gathered, dim=1))
 
@@ -168,6 +170,10 @@ class NoPosition:
     def bias(self, layer, positions, x, queries):
         """[heads, queries, keys], or None. x: what attention reads; queries: of it, by head."""
         return None
+
+    def of_scores(self, layer, q, scores, seen):
+        """[queries, keys] of one head, added to these scores."""
+        return 0.0
 
 
 class Rotary(NoPosition):
@@ -380,9 +386,45 @@ class RelativeKeys(NoPosition):
         return found.to(self.tables).to(WIDE)
 
 
+class Counted(NoPosition):
+    """A key's position is a sum of sigmoids of scores (2405.18719, equations 3 to 5)."""
+
+    def of_scores(self, layer, q, scores, seen):
+        vectors = self.weights[f"encoding.layers.{layer}.vector"]
+        found, most = torch.zeros_like(scores), len(vectors) - 1
+        for i in range(len(q)):
+            products = vectors @ q[i]
+            for j in range(len(q)):
+                gates = seen[i, j:] / (1 + (-scores[i, j:]).exp())
+                position = min(float(gates.sum()), most)
+                low, high = math.floor(position), math.ceil(position)
+                share = position - low
+                found[i, j] = (1 - share) * products[low] + share * products[high]
+        return found
+
+
+class Decayed(NoPosition):
+    """Pair i of a query is rotated and grows by its own power of the position, a key's shrinks.
+
+    Arxiv 2212.10554, section 3.
+    """
+
+    def products(self, layer, q, k, positions):
+        base, reach, half = self.options["base"], self.options["reach"], q.shape[1] // 2
+        total = torch.zeros(len(q), len(k), dtype=WIDE)
+        for i in range(half):
+            turn = torch.exp(1j * positions.to(WIDE) * base ** (-i / half))
+            growth = ((i / half + 0.4) / 1.4) ** (positions.to(WIDE) / reach)
+            of_q = torch.complex(q[:, i], q[:, i + half]) * turn * growth
+            of_k = torch.complex(k[:, i], k[:, i + half]) * turn / growth
+            total += (of_q[:, None] * of_k.conj()).real
+        return total
+
+
 RULES = {
     "nope": NoPosition,
     "alibi": Slopes,
+    "cope": Counted,
     "forgetting": Gates,
     "learned": Table,
     "sinusoidal": Waves,
@@ -390,6 +432,7 @@ RULES = {
     "tests.model.tiny:WideRoPE": WideRotary,
     "t5": BucketBias,
     "tests.model.tiny:Shaw": RelativeKeys,
+    "tests.model.tiny:XPos": Decayed,
     "tests.model.tiny:Several": Everything,
     "tests.model.tiny:Fire": DistanceOverPosition,
 }

@@ -92,7 +92,7 @@ def test_under_path_each_token_rewrites_the_keys_of_all_before_it() -> None:
         assert step.rotations == (step.length - 1) * LAYERS * KV_HEADS
 
 
-@pytest.mark.parametrize("own", ["forgetting", "learned", "alibi"])
+@pytest.mark.parametrize("own", ["cope", "forgetting", "learned", "alibi"])
 def test_path_takes_the_place_of_any_encoding(own) -> None:
     made = path.decoder(program_of(tiny(own)))
     kinds = {type(op) for op in made.executor.program.ops}

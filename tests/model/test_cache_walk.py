@@ -286,6 +286,7 @@ WALKS = {
     "rope-scaled": ("rope-scaled", {"layers": [1]}),
     "t5": ("t5", {}),
     "alibi": ("alibi", {}),
+    "cope": ("cope", {}),
     "forgetting": ("forgetting", {}),
     "learned": ("learned", {}),
     "sinusoidal": ("sinusoidal", {}),

@@ -91,6 +91,39 @@ def test_query_bias_is_the_only_bias():
 
 
 @pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (lambda seen: seen.scores[0], r"content_bias returns float32 \[6, 6\] for scores float32 "),
+        (lambda seen: seen.scores > 0, r"content_bias returns bool \[6, 6, 6\] for scores"),
+        (lambda seen: None, "content_bias returns NoneType, not Tensor"),
+        (lambda seen: 1 / 0, "content_bias fails .test_hooks.py, line .*: ZeroDivision"),
+        (lambda seen: seen.scores.log(), "content_bias returns numbers that are not finite"),
+        # Of other queries; of keys that are not seen; of other requests.
+        (lambda seen: seen.scores * 0 + seen.q.mean(), "something else for a query and a key"),
+        (lambda seen: seen.q @ seen.keys_by_head().mT.cumsum(-1).flip(-1), "something else for"),
+        (lambda seen: seen.q @ seen.q.mT.cumsum(-1).expand_as(seen.scores), "content_bias"),
+        (lambda seen: (seen.q @ seen.keys_by_head().mT) / seen.scores.dim(), "other requests are"),
+    ],
+)
+def test_content_bias(act, why):
+    assert re.search(why, said(with_hooks(content_bias=lambda self, seen: act(seen))))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"score_bias": lambda self: LinearBias(torch.ones(6))},
+        {"query_bias": lambda self, x, q: q},
+        {"gates": lambda self, x: -x[:, :6].abs()},
+        {"rotation": lambda self: Rotation(*torch.ones(2, CONTEXT, 4), "half", KeyStorage.RAW)},
+    ],
+)
+def test_content_bias_is_the_only_bias(other):
+    own = with_hooks(content_bias=lambda self, seen: seen.q @ seen.keys_by_head().mT, **other)
+    assert re.search("content_bias (takes the place of|is given queries and keys as)", said(own))
+
+
+@pytest.mark.parametrize(
     ("weight", "bias", "why"),
     [
         ((6, 24), (1,), r"a bias of \[1\], not of \[6, 24\] and \[6\]"),

@@ -15,7 +15,7 @@ from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import DenseBias
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.decoder import Decoder
-from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
+from ropewalk.model.encodings.base import ContentBias, KeyBias, LinearBias, QueryBias, TableBias
 from tests.model import oracle
 from tests.model.paths import BLOCK
 from tests.model.test_contract import (
@@ -201,6 +201,27 @@ def other_rows(bias, batch):
     return QueryBias(bias.table.roll(1, dims=1))
 
 
+def of_content(change):
+    """A bias of queries and keys that is given others."""
+    return lambda bias, batch: ContentBias(lambda seen: bias.of(change(seen)))
+
+
+def all_seen(seen):
+    return replace(seen, scores=seen.scores.clamp(min=-1))
+
+
+def queries_of_other_heads(seen):
+    return replace(seen, q=seen.q.flip(-3))
+
+
+def keys_one_later(seen):
+    return replace(seen, key_positions=seen.key_positions + 1)
+
+
+def keys_of_other_tokens(seen):
+    return replace(seen, keys=seen.keys.roll(1, dims=-2))
+
+
 def keys_one_off(bias, batch):
     return DenseBias(bias.values.roll(1, dims=2))
 
@@ -355,6 +376,14 @@ MISTAKES = {
     "groups-of-another-size": Mistake(in_options(group=4), FAR),
     "queries-of-other-rows": Mistake(in_attention(bias=other_rows), ["shaw"]),
     "queries-of-other-heads": Mistake(in_attention(bias=per_head(other_way)), ["shaw"]),
+    "hidden-keys-counted": Mistake(in_attention(bias=of_content(all_seen)), ["cope"]),
+    "content-of-other-heads": Mistake(
+        in_attention(bias=of_content(queries_of_other_heads)), ["cope", "xpos"]
+    ),
+    "content-one-later": Mistake(in_attention(bias=of_content(keys_one_later)), ["xpos"]),
+    "content-of-other-tokens": Mistake(
+        in_attention(bias=of_content(keys_of_other_tokens)), ["xpos"]
+    ),
     "gates-ignored": Mistake(in_attention(spec=ungated), ["forgetting"]),
     "gates-of-other-heads": Mistake(in_attention(kv=of_gates(of_other_heads)), ["forgetting"]),
     "gates-one-off": Mistake(in_attention(kv=of_gates(of_next_tokens)), ["forgetting"]),

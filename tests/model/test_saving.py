@@ -109,6 +109,7 @@ ENCODINGS = {name: EncodingSpec(name, find(name).usual_options(CONFIG)) for name
 WEIGHTS = {  # of the encodings that have some
     "t5": ["encoding.weight"],
     "t5-per-layer": [f"encoding.layers.{layer}.weight" for layer in range(3)],
+    "cope": [f"encoding.layers.{layer}.vector" for layer in range(3)],
     "forgetting": [
         f"encoding.layers.{layer}.{name}" for layer in range(3) for name in ("bias", "weight")
     ],
@@ -462,7 +463,7 @@ def test_fields_by_their_former_names(folder):
         ({"encoding": {"name": "t5", "options": {}, "layer": 1}}, "'layer' = 1 is not supported"),
         (encoding("../t5"), "must be an encoding or package.module:Class, not '../t5'"),
         (encoding("os.path"), "must be an encoding or package.module:Class, not 'os.path'"),
-        (encoding("cope"), "There is no encoding 'cope'"),
+        (encoding("xpos"), "There is no encoding 'xpos'"),
         (encoding("t5", buckets=32), "t5 takes the options buckets and max_distance"),
         (encoding("t5", buckets="32", max_distance=128), "'t5' cannot be made with the options"),
         (encoding("t5", buckets=32, max_distance=None), "'t5' cannot be made with the options"),

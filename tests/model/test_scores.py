@@ -15,7 +15,9 @@ from ropewalk.model.config import EncodingSpec
 from ropewalk.model.encodings.base import (
     LinearBias,
     PositionVectors,
+    asks_keys,
     asks_query,
+    by_content,
     embeds,
     forgets,
     rotates,
@@ -98,13 +100,14 @@ def test_scores_of_every_encoding(name):
             seen = looked.explanation(query, key)
             assert_explained(seen, query, key, found, values, 1e-5)
             turns = rotates(encoding) or encoding.rotation() is not None
-            gated, bias = forgets(encoding), encoding.score_bias() is not None
-            biased = bias or gated or asks_query(encoding)
+            bias = encoding.score_bias() is not None
+            biased = bias or by_content(encoding)
             acts = {
                 "rotation": turns,
                 "bias": bias,
                 "query_bias": asks_query(encoding),
-                "gates": gated,
+                "content_bias": asks_keys(encoding),
+                "gates": forgets(encoding),
                 "embedding": embeds(program.encoding),
             }
             kinds = [kind for kind, does in acts.items() if does]

@@ -25,7 +25,7 @@ from ropewalk.server.scheduling.request import Limits, Overflow
 from tests.model.checkpoints import save
 from tests.model.encoder_decoders import loaded, random_model, t5
 from tests.model.running import new_cache
-from tests.model.tiny import ENCODINGS, in_torch, program_of, tiny
+from tests.model.tiny import ENCODINGS, IN_KERNELS, in_torch, program_of, tiny
 from tests.model.tiny import on_kernels as tiny_on_kernels
 from tests.server.fake_engine import make_request
 
@@ -238,7 +238,7 @@ def test_scratch_and_buffers_are_not_sealed(monkeypatch):
 @pytest.mark.parametrize(
     ("encoding", "bits"),
     [
-        *((encoding, 16) for encoding in ENCODINGS),
+        *((encoding, 16) for encoding in IN_KERNELS),
         *((encoding, bits) for encoding in ("rope", "t5", "learned") for bits in (8, 4)),
     ],
 )

@@ -159,6 +159,38 @@ class OfLayer(PositionalEncoding):
         return q.to(wide) @ self.keys.to(wide).T * self.scale
 
 
+class XPos(PositionalEncoding):
+    """Rotated products that also decay, pair by pair, with distance (arXiv 2212.10554).
+
+    As what must be added to the products of stored keys, which are not rotated.
+    """
+
+    def fixed_tensors(self):
+        return {"frequencies": self.frequencies, "log_decays": self.log_decays}
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made, pairs = cls(), torch.arange(config.head_dim // 2, dtype=torch.float64, device=device)
+        made.frequencies = options["base"] ** (-2 * pairs / config.head_dim)
+        made.log_decays = ((2 * pairs / config.head_dim + 0.4) / 1.4).log() / options["reach"]
+        made.scale = config.head_dim**-0.5
+        return made
+
+    def content_bias(self, seen):
+        distance = seen.positions[..., :, None] - seen.key_positions[..., None, :]
+        distance = distance.unsqueeze(-3).double()  # [..., 1, Q, K]
+        keys = seen.keys_by_head()
+        (a, b), (c, d) = (each.double().chunk(2, dim=-1) for each in (seen.q, keys))
+        rotated = 0.0
+        for pair, (speed, decay) in enumerate(zip(self.frequencies, self.log_decays, strict=True)):
+            (ai, bi), (ci, di) = ((x[..., pair], y[..., pair]) for x, y in ((a, b), (c, d)))
+            along = ai[..., None] * ci[..., None, :] + bi[..., None] * di[..., None, :]
+            across = ai[..., None] * di[..., None, :] - bi[..., None] * ci[..., None, :]
+            angle, weight = distance * speed, (distance.clamp(min=0) * decay).exp()
+            rotated = rotated + weight * (along * angle.cos() + across * angle.sin())
+        return rotated * self.scale - seen.q.double() @ keys.double().mT * self.scale
+
+
 WIDE_ROPE = f"{__name__}:WideRoPE"
 # Of each head, five units inside its function.
 FIRE = {
@@ -206,11 +238,14 @@ ENCODINGS = {
         "sinusoidal", {"layout": "split", "slowest": "last", "offset": 2}
     ),
     "forgetting": EncodingSpec("forgetting", {}),
+    "cope": EncodingSpec("cope", {"positions": 6}),
+    "xpos": EncodingSpec(f"{__name__}:XPos", {"base": 100.0, "reach": 60}),
     "shaw": EncodingSpec(f"{__name__}:Shaw", {"clip": 11}),
     "several": EncodingSpec(f"{__name__}:Several", ROPE | {"storage": "raw"}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
     "fire": EncodingSpec(f"{__name__}:Fire", FIRE),
 }
+IN_KERNELS = [name for name in ENCODINGS if name not in ("cope", "xpos")]
 ABSOLUTE = {"learned", "sinusoidal", "sinusoidal-split"}  # a constant added to positions matters
 # What models of these encodings have besides.
 SHAPES = {"t5": {"attention_scale": 1.0}}
@@ -316,6 +351,8 @@ def _of_use(name: str, values: torch.Tensor, config: ModelConfig) -> torch.Tenso
     """Standard normal values → a parameter in which each one matters and no softmax is sharp."""
     if config.encoding.name == "forgetting" and name.startswith("encoding."):
         return 3 + values if name.endswith("bias") else 0.1 * values  # gates that forget slowly
+    if config.encoding.name == "cope" and name.startswith("encoding."):
+        values = values * 0.4  # as products with queries are not scaled
     if name.startswith("encoding."):
         return (values * 256).round() / 256  # float32 holds their sums and differences too
     if name.endswith("norm.weight"):

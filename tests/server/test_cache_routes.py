@@ -317,6 +317,7 @@ def test_a_plan_of_a_shift_for_every_encoding() -> None:
     }
     expected = {
         ("alibi", "raw"): free,
+        ("cope", "raw"): free,
         ("forgetting", "raw"): free,
         ("learned", "raw"): impossible,
         ("nope", "raw"): free,

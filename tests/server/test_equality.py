@@ -27,7 +27,7 @@ def family(rng):
 
 
 # Every encoding is taken along every path in tests/model/test_contract.py.
-USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "forgetting", "learned")
+USUAL = ("nope", "rope", "rope-block", "t5", "alibi", "forgetting", "cope", "learned")
 AHEAD = ("rope", "t5", "learned")  # how keys carry their position: turned, not at all, added
 
 

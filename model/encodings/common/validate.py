@@ -21,6 +21,8 @@ from ropewalk.model.encodings.base import (
     PairBias,
     PositionalEncoding,
     ScoreBias,
+    Scored,
+    asks_keys,
     asks_query,
     forgets,
 )
@@ -88,6 +90,8 @@ class _Hooks:
                 raise self._error("query_bias takes the place of score_bias, so return None there")
             self._check_rows("query_bias", self._query_bias)
             self._query_bias(slice(None), dtype=HALF)
+        if asks_keys(self._encoding):
+            self._check_content_bias()
         self._check_rotation()
         self._check_fixed()
         for op in Op:
@@ -262,6 +266,49 @@ class _Hooks:
                 f"floats [{len(q)}, {self._config.num_heads}, span]"
             )
         return found
+
+    def _check_content_bias(self) -> None:
+        """Queries come in chunks and padded, beside those of other requests or alone."""
+        encoding = self._encoding
+        if asks_query(encoding) or forgets(encoding) or encoding.score_bias() is not None:
+            raise self._error("content_bias takes the place of any other bias and of gates")
+        if encoding.rotation() is not None:
+            raise self._error(
+                "content_bias is given queries and keys as they are stored, so rotation must "
+                "return None; rotate them there, or in rotate"
+            )
+        every = slice(None)
+        whole, seen = self._content_bias(every, every)
+        if not whole[seen].isfinite().all():
+            raise self._error("content_bias returns numbers that are not finite")
+        ends = slice(0, ROWS), slice(-1, None)
+        parts = (ends[0], ends[0], 1), (ends[1], every, 1), (every, every, 2)
+        for rows, keys, requests in parts:
+            found, seen = self._content_bias(rows, keys, requests)
+            if not _alike(found[seen], whole[:, rows, keys].expand(found.shape)[seen]):
+                raise self._error(
+                    "content_bias returns something else for a query and a key when other queries, "
+                    "later keys or other requests are computed with them"
+                )
+
+    def _content_bias(self, rows: slice, keys: slice, requests: int = 1) -> tuple[Tensor, Tensor]:
+        """What is returned for these rows and keys of so many like requests, and what is seen."""
+        at, config = self._positions, self._config
+        q, k = self._q[rows].transpose(0, 1), self._k[keys].transpose(0, 1)
+        seen = at[rows, None] >= at[keys]
+        by_group = q.reshape(len(k), -1, config.head_dim) @ k.mT * config.head_dim**-0.5
+        scores = by_group.view(*q.shape[:2], -1).masked_fill(~seen, -torch.inf)
+        scores, q, k, positions, key_positions = (
+            each if requests == 1 else torch.stack([each] * requests)
+            for each in (scores, q, k, at[rows], at[keys])
+        )
+        given = Scored(scores, q, k, positions, key_positions)
+        found = self._ask("content_bias", Tensor, given)
+        if found.shape != scores.shape or not found.is_floating_point():
+            raise self._error(
+                f"content_bias returns {_sizes([found])} for scores {_sizes([scores])}"
+            )
+        return found, seen.expand(found.shape)
 
     def _values(self, bias: ScoreBias) -> Tensor:
         """[heads, ...]: a whole table, or a sample of a function's values."""

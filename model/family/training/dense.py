@@ -12,7 +12,13 @@ from torch import Tensor
 from ropewalk.cache.kv import KVCache, LayerKV, PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, capped, forgotten
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import PositionalEncoding, QueryBias, stored_gates
+from ropewalk.model.encodings.base import (
+    ContentBias,
+    PositionalEncoding,
+    QueryBias,
+    Scored,
+    stored_gates,
+)
 from ropewalk.model.encodings.common.rotary import Rotation, Side
 from ropewalk.model.layers.executor import TorchExecutor
 
@@ -94,11 +100,19 @@ class DenseAttention:
                 own = torch.arange(len(at), device=at.device).view(windows, length)[:, first:last]
                 distance = (rows[:, None] - columns).expand(windows, -1, -1)
                 scores = scores + bias.at(own, distance).transpose(0, 1)
-            elif bias is not None:
+            elif bias is not None and not isinstance(bias, ContentBias):
                 scores = scores + bias.between(rows, columns)
             if sums is not None:
                 scores = scores + (sums[:, :, None, :end] - sums[:, :, first:last, None])
-            weights = scores.masked_fill(self._hidden(rows, columns), -torch.inf).softmax(dim=-1)
+            hidden = self._hidden(rows, columns)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if isinstance(bias, ContentBias):
+                of_q = by_head(q)[:, :, first:last]
+                of_keys = keys.view(windows, length, *keys.shape[1:]).transpose(1, 2)[:, :, :end]
+                at_rows, at_columns = (each.expand(windows, -1) for each in (rows, columns))
+                added = bias.of(Scored(scores, of_q, of_keys, at_rows, at_columns))
+                scores = (scores + added).masked_fill(hidden, -torch.inf)
+            weights = scores.softmax(dim=-1)
             pieces.append(weights.to(values.dtype) @ values[:, :, :end])
         return torch.cat(pieces, dim=2).transpose(1, 2).flatten(0, 1)
 

@@ -14,11 +14,10 @@ from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
-    asks_query,
+    by_content,
     create,
     embeds,
     find,
-    forgets,
     rotates,
 )
 from ropewalk.model.encodings.common.validate import check_hooks
@@ -52,7 +51,7 @@ class Subject:
     @property
     def by_content(self) -> bool:
         """Whether what is added to scores depends on the text."""
-        return forgets(self.encoding) or asks_query(self.encoding)
+        return by_content(self.encoding)
 
     @property
     def embeds(self) -> bool:

@@ -7,7 +7,7 @@ from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.cache.types import KeyStorage
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
+from ropewalk.model.encodings.base import ContentBias, KeyBias, LinearBias, QueryBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation
 from ropewalk.model.kernels.cpu.bindings import ATTENTION_SUFFIXES, AttendArguments, Kernels
 
@@ -93,6 +93,7 @@ class CpuAttention:
         if spec.gated:
             assert kv.gates is not None, "the cache was made without room for gates"
             arguments.gates = kv.gates.data_ptr()
+        assert not isinstance(bias, ContentBias), "why_not refuses it"
         tensors: tuple[Tensor, ...] = ()
         if isinstance(bias, LinearBias):
             slopes = _per_head(bias.slopes, spec.num_heads)

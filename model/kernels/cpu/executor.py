@@ -18,7 +18,7 @@ from torch import Tensor
 from ropewalk.cache.kv import Int8LayerKV, KVCache
 from ropewalk.model.attention.base import AttentionBackend, step_bias
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import PositionalEncoding
+from ropewalk.model.encodings.base import PositionalEncoding, asks_keys
 from ropewalk.model.kernels.cpu.bindings import SUFFIXES, AttendArguments, Kernels, StepArguments
 from ropewalk.model.kernels.cpu.lowering import (
     KNOWN,
@@ -202,7 +202,8 @@ def _tell(lowered: Lowered, batch: ForwardBatch, kv: KVCache, dtype: torch.dtype
             over = batch.cross.seen
         if op.encoding is not None:
             rotation = op.encoding.rotation()
-            if not is_dense(op):  # else its stage builds it
+            # Else its stage builds it, or attention is no kernel's.
+            if not is_dense(op) and not asks_keys(op.encoding):
                 bias = step_bias(op.encoding, batch, kv.block_size)
         attends[index], tensors = attend.arguments(first, over, bias, rotation)
         held += tensors

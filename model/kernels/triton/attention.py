@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.cache.kv import Int8LayerKV, PagedKV
 from ropewalk.model.attention.base import AttentionSpec, DenseBias, StepBias, why_not_bias
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.encodings.base import KeyBias, LinearBias, QueryBias, TableBias
+from ropewalk.model.encodings.base import ContentBias, KeyBias, LinearBias, QueryBias, TableBias
 from ropewalk.model.encodings.common.rotary import Rotation
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -241,6 +241,7 @@ def _of_bias(bias: StepBias | None, q: Tensor) -> dict[str, Any]:
             "bias_head": dense.stride(0),
             "bias_row": dense.stride(1),
         }
+    assert not isinstance(bias, ContentBias), "why_not refuses it"
     table = bias.table.float().contiguous()
     table = table.expand(heads, *table.shape[1:])
     return told | {

@@ -30,6 +30,7 @@ from tests.model.tiny import (
     CONTEXT,
     ENCODINGS,
     FIRE,
+    IN_KERNELS,
     WIDE_ROPE,
     Fire,
     in_torch,
@@ -112,7 +113,7 @@ def equal(decoders, rows=None, **more):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", IN_KERNELS)
 def test_every_encoding(encoding, dtype, kernels):
     options = {}
     if ENCODINGS[encoding].name == WIDE_ROPE:  # its tables are too wide for the kernels
