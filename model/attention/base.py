@@ -29,6 +29,7 @@ from ropewalk.model.encodings.base import (
     TableBias,
     asks_keys,
     asks_query,
+    exactly,
     forgets,
 )
 from ropewalk.model.encodings.common.rotary import Rotation
@@ -130,7 +131,8 @@ def step_bias(
 
 def content_bias(encoding: PositionalEncoding, seen: Scored) -> Tensor:
     """What an encoding adds to these scores. Raises EncodingError for another shape."""
-    found = encoding.content_bias(seen)
+    with exactly(seen.scores.device):
+        found = encoding.content_bias(seen)
     if found is None or found.shape != seen.scores.shape:
         raise EncodingError(
             f"content_bias of {type(encoding).__name__} returns "

@@ -85,8 +85,11 @@ class SdpaAttention:
         hidden = gap < 0 if self.spec.causal else (~used)[:, None].expand_as(gap).clone()
         if self.spec.window is not None:
             hidden |= gap >= self.spec.window
-        # Rounding the bias to bfloat16 would dominate the error; only the CPU takes a wider mask.
-        wide = torch.promote_types(q.dtype, torch.float32) if q.device.type == "cpu" else q.dtype
+        # Rounding the bias to bfloat16 would dominate the error, but on other devices than the CPU
+        # torch's function takes no wider mask.
+        explicit = self.spec.cap is not None or isinstance(bias, ContentBias)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        wide = exact if explicit or q.device.type == "cpu" else q.dtype
         mask = torch.zeros_like(gap, dtype=wide).masked_fill(hidden, -torch.inf)[:, None]
         if isinstance(bias, DenseBias):
             mask = mask + bias.values[:, rows].transpose(0, 1).to(wide)
@@ -118,26 +121,43 @@ class SdpaAttention:
                 near_mask = mask.masked_fill(is_far, -torch.inf)
                 mask = torch.cat((near_mask, mask.masked_fill(~is_far, -torch.inf)), dim=-1)
         padded = q[rows].transpose(1, 2)  # [R, heads, max_query, head_dim]
-        if self.spec.cap is None and not isinstance(bias, ContentBias):
+        if explicit:
+            at = positions[rows], key_positions
+            out = self._explicit(padded, keys.to(exact), values, mask, bias, *at)
+        else:
             grouped = self.spec.num_heads > self.spec.num_kv_heads
             out = F.scaled_dot_product_attention(
                 padded, keys, values, attn_mask=mask, scale=self.spec.scale, enable_gqa=grouped
             )
-        else:
-            exact = keys.to(torch.promote_types(q.dtype, torch.float32))  # as products have to be
-            scoring = _Scoring(self.spec, exact, values, bias, key_positions)
-            some = max(1, self.most_scores // (len(keys) * self.spec.num_heads * keys.shape[2]))
-            parts = zip(
-                torch.split(padded, some, dim=2),
-                torch.split(mask, some, dim=2),
-                torch.split(positions[rows], some, dim=1),
-                strict=True,
-            )
-            out = torch.cat([scoring.attend(*part) for part in parts], dim=2)
         # Not by a boolean mask, whose number of true values would have to be read from the device.
         request = batch.row_requests()
         column = torch.arange(len(request), device=q.device) - batch.query_starts[request]
         return out.transpose(1, 2)[request, column]
+
+    def _explicit(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        bias: StepBias | None,
+        positions: Tensor,
+        key_positions: Tensor,
+    ) -> Tensor:
+        """q [R, heads, max_query, head_dim] → the same, some requests and queries at a time."""
+        each = self.spec.num_heads * keys.shape[2]  # scores of a query
+        requests = max(1, self.most_scores // (each * q.shape[2]))
+        queries = max(1, self.most_scores // (each * min(requests, len(q))))
+        found = torch.empty_like(q[..., : values.shape[-1]])
+        for start in range(0, len(q), requests):
+            some = slice(start, start + requests)
+            scoring = _Scoring(self.spec, keys[some], values[some], bias, key_positions[some])
+            for first in range(0, q.shape[2], queries):
+                rows = slice(first, first + queries)
+                found[some, :, rows] = scoring.attend(
+                    q[some, :, rows], mask[some, :, rows], positions[some, rows]
+                )
+        return found
 
     def _gather(
         self, kv: PagedKV, batch: ForwardBatch, dtype: torch.dtype
@@ -174,7 +194,7 @@ class _Scoring:
     """Attention whose scores torch's function cannot compute, over [R, kv_heads, K, head_dim]."""
 
     spec: AttentionSpec
-    keys: Tensor
+    keys: Tensor  # at least float32, or products would be rounded
     values: Tensor
     bias: StepBias | None
     key_positions: Tensor  # [R, K]

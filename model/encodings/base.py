@@ -118,9 +118,13 @@ class PairBias:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The queries and keys of a layer's requests, and what they make of each other."""
+    """The queries and keys of a layer's requests, and what they make of each other.
 
-    scores: Tensor  # [..., heads, Q, K], (q · k) · scale; -inf of keys that a query does not see
+    Requests are padded to the longest. What a query does not see, such as a later key or padding,
+    has a score of -inf, and nothing else tells it: padding has positions too.
+    """
+
+    scores: Tensor  # [..., heads, Q, K], at least float32: (q · k) · scale, under a cap capped
     q: Tensor  # [..., heads, Q, head_dim]
     keys: Tensor  # [..., kv_heads, K, head_dim], as they are stored
     positions: Tensor  # [..., Q]
@@ -138,6 +142,13 @@ class ContentBias:
     of: Callable[[Scored], Tensor]  # → [..., heads, Q, K]
 
 
+def exactly(device: torch.device) -> AbstractContextManager[object]:
+    """Without autocast, which computes in bfloat16."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class ForgetGates:
     """Each head's gate: which share of what came before it a token lets later tokens see.
@@ -151,11 +162,7 @@ class ForgetGates:
     def of(self, x: Tensor) -> Tensor:
         """x [T, width] → logarithms of the gates [T, heads], at least float32."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        kind = x.device.type
-        exact: AbstractContextManager[object] = nullcontext()
-        if torch.amp.is_autocast_available(kind):  # which would compute in bfloat16
-            exact = torch.autocast(kind, enabled=False)
-        with exact:
+        with exactly(x.device):
             return F.logsigmoid(F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)))
 
 
@@ -277,7 +284,8 @@ class PositionalEncoding(nn.Module):
         """A bias of queries and keys together: [..., heads, Q, K], like their scores.
 
         In place of `score_bias`, where it depends on both. No kernel computes it, so it costs
-        most. What it returns for keys that a query does not see is ignored.
+        most. What it is given may not be changed in place; what it returns for keys that a query
+        does not see is ignored.
         """
         return None
 

@@ -21,14 +21,15 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.common.cost import PositionalWork
 
-COUNTED = 64  # positions, in the paper's language models
+COUNTED = 64  # positions, where a config does not say
 
 
 class CoPE(PositionalEncoding):
     """Golovneva et al. (arXiv 2405.18719), as the paper's listing has it.
 
     Key j counts sigmoid(score of j); its position p is the sum over j .. query, at most the last.
-    Added is q · e[p], between two vectors linearly interpolated.
+    Added is q · e[p], between two vectors linearly interpolated. The authors' code usually divides
+    that by the root of head_dim.
     """
 
     OPTIONS: ClassVar[Mapping[str, str]] = {

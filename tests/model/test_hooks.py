@@ -90,6 +90,24 @@ def test_query_bias_is_the_only_bias():
     assert "query_bias takes the place of score_bias" in said(with_hooks(**both))
 
 
+def plain(seen):
+    return seen.q @ seen.keys_by_head().mT
+
+
+def of_last_queries(seen):
+    """By distance, as if the last query stood at the last key."""
+    queries, keys = seen.scores.shape[-2:]
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    return plain(seen) * torch.exp(-distance.clamp(min=0).float())
+
+
+def of_positions(seen):
+    """Counts keys by their positions, which padding has as well."""
+    before = seen.positions[..., None] >= seen.key_positions[..., None, :]
+    counted = (plain(seen).sigmoid() * before.unsqueeze(-3)).flip(-1).cumsum(-1).flip(-1)
+    return -(counted.clamp(max=4) ** 2)
+
+
 @pytest.mark.parametrize(
     ("act", "why"),
     [
@@ -103,6 +121,11 @@ def test_query_bias_is_the_only_bias():
         (lambda seen: seen.q @ seen.keys_by_head().mT.cumsum(-1).flip(-1), "something else for"),
         (lambda seen: seen.q @ seen.q.mT.cumsum(-1).expand_as(seen.scores), "content_bias"),
         (lambda seen: (seen.q @ seen.keys_by_head().mT) / seen.scores.dim(), "other requests are"),
+        (lambda seen: seen.q @ seen.keys_by_head()[(0,) * (seen.q.dim() - 3)].mT, "other requests"),
+        (of_last_queries, "something else for"),
+        (lambda seen: plain(seen) / seen.keys.abs().amax((-1, -2, -3), keepdim=True), "later keys"),
+        (of_positions, "something else for"),
+        (lambda seen: seen.scores.sigmoid_().flip(-1).cumsum(-1).flip(-1), "changes the scores"),
     ],
 )
 def test_content_bias(act, why):

@@ -5,9 +5,11 @@ kernels, which read memory by address, would silently compute wrong results.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.cache.types import BLOCK_SIZE, Capability, KeyStorage, Op
@@ -268,47 +270,59 @@ class _Hooks:
         return found
 
     def _check_content_bias(self) -> None:
-        """Queries come in chunks and padded, beside those of other requests or alone."""
-        encoding = self._encoding
-        if asks_query(encoding) or forgets(encoding) or encoding.score_bias() is not None:
+        """Requests come padded and in chunks, beside others or alone."""
+        others = asks_query(self._encoding) or forgets(self._encoding)
+        if others or self._ask("score_bias", object) is not None:
             raise self._error("content_bias takes the place of any other bias and of gates")
-        if encoding.rotation() is not None:
+        if self._ask("rotation", object) is not None:
             raise self._error(
                 "content_bias is given queries and keys as they are stored, so rotation must "
                 "return None; rotate them there, or in rotate"
             )
-        every = slice(None)
-        whole, seen = self._content_bias(every, every)
-        if not whole[seen].isfinite().all():
+        at = self._positions
+        whole = self._scored(self._q, self._k, at)
+        found = self._content_bias(whole)
+        if not found[whole.scores.isfinite()].isfinite().all():
             raise self._error("content_bias returns numbers that are not finite")
-        ends = slice(0, ROWS), slice(-1, None)
-        parts = (ends[0], ends[0], 1), (ends[1], every, 1), (every, every, 2)
-        for rows, keys, requests in parts:
-            found, seen = self._content_bias(rows, keys, requests)
-            if not _alike(found[seen], whole[:, rows, keys].expand(found.shape)[seen]):
-                raise self._error(
-                    "content_bias returns something else for a query and a key when other queries, "
-                    "later keys or other requests are computed with them"
-                )
+        for row in range(len(at)):  # by itself, when no key after it is there
+            upto = slice(row + 1)
+            alone = self._scored(self._q[row : row + 1], self._k[upto], at[upto])
+            self._compare(self._content_bias(alone), found[:, row : row + 1, upto])
+        # Beside one whose last two of three tokens are new, as are their vectors.
+        rows, keys = min(2, len(at)), min(3, len(at))
+        short = self._scored(self._q.flip(0)[:rows], self._k.flip(0)[:keys], at[:keys])
+        both = self._content_bias(_together(whole, _padded(short, len(at))))
+        self._compare(both[0], found, whole.scores.isfinite())
+        seen = short.scores.isfinite()
+        self._compare(both[1][:, :rows, :keys], self._content_bias(short), seen)
 
-    def _content_bias(self, rows: slice, keys: slice, requests: int = 1) -> tuple[Tensor, Tensor]:
-        """What is returned for these rows and keys of so many like requests, and what is seen."""
-        at, config = self._positions, self._config
-        q, k = self._q[rows].transpose(0, 1), self._k[keys].transpose(0, 1)
-        seen = at[rows, None] >= at[keys]
-        by_group = q.reshape(len(k), -1, config.head_dim) @ k.mT * config.head_dim**-0.5
-        scores = by_group.view(*q.shape[:2], -1).masked_fill(~seen, -torch.inf)
-        scores, q, k, positions, key_positions = (
-            each if requests == 1 else torch.stack([each] * requests)
-            for each in (scores, q, k, at[rows], at[keys])
-        )
-        given = Scored(scores, q, k, positions, key_positions)
+    def _scored(self, q: Tensor, k: Tensor, at: Tensor) -> Scored:
+        """The last of the keys' tokens are the queries'. at: the keys' positions."""
+        q, k, of_q = q.transpose(0, 1), k.transpose(0, 1), at[-len(q) :]
+        by_group = q.reshape(len(k), -1, q.shape[-1]) @ k.mT * self._config.head_dim**-0.5
+        scores = by_group.view(*q.shape[:2], -1).masked_fill(of_q[:, None] < at, -torch.inf)
+        return Scored(scores, q, k, of_q, at)
+
+    def _content_bias(self, seen: Scored) -> Tensor:
+        given = Scored(*(getattr(seen, each.name).clone() for each in fields(Scored)))
         found = self._ask("content_bias", Tensor, given)
-        if found.shape != scores.shape or not found.is_floating_point():
+        if found.shape != seen.scores.shape or not found.is_floating_point():
             raise self._error(
-                f"content_bias returns {_sizes([found])} for scores {_sizes([scores])}"
+                f"content_bias returns {_sizes([found])} for scores {_sizes([seen.scores])}"
             )
-        return found, seen.expand(found.shape)
+        for each in fields(Scored):
+            if not torch.equal(getattr(given, each.name), getattr(seen, each.name)):
+                raise self._error(f"content_bias changes the {each.name} that it is given")
+        return found
+
+    def _compare(self, found: Tensor, whole: Tensor, seen: Tensor | None = None) -> None:
+        if seen is not None:
+            found, whole = found[seen], whole[seen]
+        if not _alike(found, whole):
+            raise self._error(
+                "content_bias returns something else for a query and a key when other queries, "
+                "later keys or other requests are computed with them"
+            )
 
     def _values(self, bias: ScoreBias) -> Tensor:
         """[heads, ...]: a whole table, or a sample of a function's values."""
@@ -356,6 +370,25 @@ class _Hooks:
     def _error(self, what: str) -> EncodingError:
         name = type(self._encoding).__name__
         return EncodingError(f"{name}: {what}. docs/encodings.md says what a class must keep to.")
+
+
+def _padded(seen: Scored, keys: int) -> Scored:
+    """With so many keys and queries, as attention pads them: unseen, at position 0."""
+    more, rows = keys - seen.scores.shape[-1], keys - seen.scores.shape[-2]
+    first = [0] * rows
+    return Scored(
+        F.pad(torch.cat((seen.scores, seen.scores[:, first]), dim=1), (0, more), value=-torch.inf),
+        torch.cat((seen.q, seen.q[:, first]), dim=1),
+        F.pad(seen.keys, (0, 0, 0, more)),
+        torch.cat((seen.positions, seen.positions[first])),
+        F.pad(seen.key_positions, (0, more)),
+    )
+
+
+def _together(one: Scored, other: Scored) -> Scored:
+    """Of two requests."""
+    pairs = ((getattr(one, each.name), getattr(other, each.name)) for each in fields(Scored))
+    return Scored(*map(torch.stack, pairs))
 
 
 def _sizes(tensors: Iterable[object]) -> str:

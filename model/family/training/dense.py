@@ -107,10 +107,11 @@ class DenseAttention:
             hidden = self._hidden(rows, columns)
             scores = scores.masked_fill(hidden, -torch.inf)
             if isinstance(bias, ContentBias):
-                of_q = by_head(q)[:, :, first:last]
+                scores = scores.float()
+                of_q = by_head(q)[:, :, first:last].float()
                 of_keys = keys.view(windows, length, *keys.shape[1:]).transpose(1, 2)[:, :, :end]
                 at_rows, at_columns = (each.expand(windows, -1) for each in (rows, columns))
-                added = bias.of(Scored(scores, of_q, of_keys, at_rows, at_columns))
+                added = bias.of(Scored(scores, of_q, of_keys.float(), at_rows, at_columns))
                 scores = (scores + added).masked_fill(hidden, -torch.inf)
             weights = scores.softmax(dim=-1)
             pieces.append(weights.to(values.dtype) @ values[:, :, :end])
