@@ -38,6 +38,15 @@ class EncodingSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """MLPs in place of one, of which a router picks some for each token."""
+
+    count: int
+    used: int  # for a token
+    normalized: bool  # whether the weights of those that are picked sum to 1
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Covers every decoder-only architecture; `hidden_size` is that of the residual stream."""
 
@@ -47,7 +56,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of one expert, if there are several
     norm_eps: float
     trained_context: int  # positions the model was trained for
     encoding: EncodingSpec
@@ -63,6 +72,7 @@ class ModelConfig:
     norm_bias: bool = False
     activation: Activation = "silu"
     gated: bool = True  # two up-projections: one through the activation, times the other
+    experts: Experts | None = None  # None: one MLP for all tokens
     # Or a family's own, in an order that none here has: model/recipes.py's Layer → ops.
     block: BlockKind | Callable[..., Iterator[Any]] = "pre_norm"
     embed_scale: float = 1.0  # factor on token embeddings, before positions are added

@@ -12,12 +12,13 @@ Knows no arithmetic, requests or files.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ropewalk.model.config import Activation, ModelConfig
+from ropewalk.model.config import Activation, Experts, ModelConfig
 from ropewalk.model.encodings.base import PositionalEncoding
 from ropewalk.model.weights.quantize import Weight, round_matrices
 
@@ -149,6 +150,26 @@ class Gate(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class MixExperts(Op):
+    """The gated MLPs that a router picks for each row, weighted by its softmax (arXiv 2401.04088).
+
+    Weights: name.router, and for each expert name.I.gate_up and name.I.down, without biases.
+    """
+
+    name: str
+    experts: Experts
+    inputs: int
+    width: int  # inside one expert
+    activation: Activation
+
+    def linears(self, expert: int) -> tuple[Linear, Linear]:
+        """An expert's layers, between whose values gate and up a Gate makes h."""
+        at, width = f"{self.name}.{expert}.", (self.width, self.width)
+        up = Linear(self.reads, "gate up", f"{at}gate_up", self.inputs, width)
+        return up, Linear("h", self.writes, f"{at}down", self.width, (self.inputs,))
+
+
+@dataclass(frozen=True, slots=True)
 class Activate(Op):
     activation: Activation
 
@@ -187,6 +208,7 @@ PARTS: Mapping[type[Op], Part] = {
     Store: Part.STORE,
     Attend: Part.ATTENTION,
     Gate: Part.ACTIVATION,
+    MixExperts: Part.LINEAR,
     Activate: Part.ACTIVATION,
     SoftCap: Part.HEAD,
     Add: Part.RESIDUAL,
@@ -295,10 +317,24 @@ def shapes_of(ops: Sequence[Op]) -> dict[str, tuple[int, ...]]:
                 found[f"{op.name}.weight"] = (sum(op.outputs), op.inputs)
                 if op.bias:
                     found[f"{op.name}.bias"] = (sum(op.outputs),)
+            case MixExperts():
+                found[f"{op.name}.router.weight"] = (op.experts.count, op.inputs)
+                found |= shapes_of(linears_of([op]))
             case Norm():
                 found[f"{op.name}.weight"] = (op.width,)
                 if op.bias:
                     found[f"{op.name}.bias"] = (op.width,)
+    return found
+
+
+def linears_of(ops: Iterable[Op]) -> list[Linear]:
+    """All linear layers, those of experts too: whose weights may be rounded. Routers are not."""
+    found: list[Linear] = []
+    for op in ops:
+        if isinstance(op, Linear):
+            found.append(op)
+        elif isinstance(op, MixExperts):
+            found += chain.from_iterable(map(op.linears, range(op.experts.count)))
     return found
 
 
@@ -311,6 +347,5 @@ def of_norms(ops: Sequence[Op]) -> set[str]:
 
 def quantized(program: Program, bits: Literal[8, 4] = 8) -> Program:
     """With rounded matrices, except those of encodings; a tied embedding stays as it is."""
-    linears = (op for op in (*program.prompt_ops, *program.ops) if isinstance(op, Linear))
-    names = {f"{op.name}.weight" for op in linears}
+    names = {f"{op.name}.weight" for op in linears_of((*program.prompt_ops, *program.ops))}
     return replace(program, weights=round_matrices(program.weights, names, bits))

@@ -28,6 +28,7 @@ from ropewalk.model.program import (
     Forget,
     Gate,
     Linear,
+    MixExperts,
     Norm,
     Op,
     Part,
@@ -103,6 +104,10 @@ class Layer:
         """x → d."""
         config, at, width = self.config, f"{self.at}mlp.", self.config.intermediate_size
         bias = config.mlp_bias
+        if config.experts is not None:
+            name, experts, inputs = f"{at}experts", config.experts, config.hidden_size
+            yield MixExperts(x, "d", name, experts, inputs, width, config.activation)
+            return
         if config.gated:
             yield Linear(x, "gate up", f"{at}gate_up", config.hidden_size, (width, width), bias)
             yield Gate("gate up", "h", config.activation)

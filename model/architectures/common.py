@@ -16,6 +16,7 @@ class Most(IntEnum):
     HEAD_DIM = 1024
     WIDTH = 1 << 17
     FFN_WIDTH = 1 << 20
+    EXPERTS = 1024
     VOCAB = 1 << 22
     CONTEXT = 1 << 22
 

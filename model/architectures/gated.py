@@ -21,7 +21,7 @@ from ropewalk.model.architectures.common import (
     vocab_size_of_gguf,
 )
 from ropewalk.model.architectures.fields import Absent, Default, Fields, Like
-from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.config import EncodingSpec, Experts, ModelConfig
 from ropewalk.model.weights.base import WeightFile, shown
 
 
@@ -33,8 +33,10 @@ class GatedDecoder(Architecture):
     gguf_names: stored.Names = stored.GGUF
     qk_norm: bool = False
     norm_order: stored.Order | None = None  # how safetensors store the weights of norms
+    inside: str = "intermediate_size"  # the key of an MLP's width, or an expert's
     hidden_act: tuple[str, str] = ("hidden_act", "silu")  # the activation's key, and default
     norm_eps: str = "rms_norm_eps"
+    gguf_inside: str = "feed_forward_length"
     gguf_norm_eps: str = "attention.layer_norm_rms_epsilon"
     gguf_pairs: bool = False  # q and k rows of GGUF are permuted: rotated pairs are adjacent
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
@@ -54,6 +56,14 @@ class GatedDecoder(Architecture):
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         """(q, k and v; attention output; feed-forward), from config.json."""
         return False, False, False
+
+    def experts(self, fields: Fields) -> Experts | None:
+        """From config.json."""
+        return None
+
+    def experts_in_gguf(self, fields: Fields) -> Experts | None:
+        """The same, from GGUF metadata."""
+        return None
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         """Per layer, how many keys a query attends to, from config.json."""
@@ -109,7 +119,8 @@ class GatedDecoder(Architecture):
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=fields.integer("intermediate_size", Most.FFN_WIDTH),
+            intermediate_size=fields.integer(self.inside, Most.FFN_WIDTH),
+            experts=self.experts(fields),
             norm_eps=fields.number(self.norm_eps),
             trained_context=_trained_context(fields, encoding, context),
             encoding=encoding,
@@ -151,7 +162,8 @@ class GatedDecoder(Architecture):
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate_size=fields.integer(own + "feed_forward_length", Most.FFN_WIDTH),
+            intermediate_size=fields.integer(own + self.gguf_inside, Most.FFN_WIDTH),
+            experts=self.experts_in_gguf(fields),
             norm_eps=fields.number(own + self.gguf_norm_eps),
             trained_context=rotation_gguf.trained_context_in_gguf(fields, own, encoding, context),
             encoding=encoding,

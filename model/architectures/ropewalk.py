@@ -15,7 +15,14 @@ from ropewalk.model.architectures.base import Architecture
 from ropewalk.model.architectures.common import Most
 from ropewalk.model.architectures.fields import Fields
 from ropewalk.model.architectures.stored import Parameters, Stored
-from ropewalk.model.config import Activation, BlockKind, EncodingSpec, ModelConfig, NormKind
+from ropewalk.model.config import (
+    Activation,
+    BlockKind,
+    EncodingSpec,
+    Experts,
+    ModelConfig,
+    NormKind,
+)
 from ropewalk.model.encodings.base import create
 from ropewalk.model.program import encoding_parameters
 from ropewalk.model.recipes import allocate
@@ -69,6 +76,8 @@ class Ropewalk(Architecture):
             raise fields.error(
                 f"windows has {len(config.windows)} entries, but num_layers is {config.num_layers}"
             )
+        if config.experts is not None and (config.mlp_bias or not config.gated):
+            raise fields.error("experts are gated and have no biases")
         if config.norm_bias and config.norm == "rms":
             raise fields.error("norm_bias has no effect where norm is rms")
         return config
@@ -142,6 +151,20 @@ def _encoding(fields: Fields, key: str) -> EncodingSpec | None:
     return EncodingSpec(name, options)
 
 
+def _experts(fields: Fields, key: str) -> Experts | None:
+    section = fields.section(key)
+    if section is None:
+        return None
+    count, used = (section.integer(name, Most.EXPERTS) for name in ("count", "used"))
+    normalized = section.flag("normalized")
+    section.finish()
+    if normalized is None:
+        raise section.missing("normalized")
+    if used > count:
+        raise section.error(f"used {used} is more than count {count}")
+    return Experts(count, used, normalized)
+
+
 READERS: dict[str, Reader] = {
     "vocab_size": _integer(Most.VOCAB),
     "hidden_size": _integer(Most.WIDTH),
@@ -150,6 +173,7 @@ READERS: dict[str, Reader] = {
     "num_kv_heads": _integer(Most.HEADS),
     "head_dim": _integer(Most.HEAD_DIM),
     "intermediate_size": _integer(Most.FFN_WIDTH),
+    "experts": _experts,
     "norm_eps": Fields.optional_number,
     "trained_context": _integer(Most.CONTEXT),
     "encoding": _encoding,

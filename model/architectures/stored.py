@@ -33,11 +33,13 @@ class Stored:
     name: str
     shape: tuple[int, ...]  # as stored
     order: Order | None = None
+    expert: int | None = None  # whose part of a tensor [experts, ...] it is; None: all of it
 
     @property
     def result(self) -> tuple[int, ...]:
         """Its shape as part of the parameter."""
-        return self.shape if self.order is None else self.order.shape(self.shape)
+        shape = self.shape if self.expert is None else self.shape[1:]
+        return shape if self.order is None else self.order.shape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ Parameters = Mapping[str, tuple[Stored, ...]]  # parameter of the Decoder → it
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """A family's names for the tensors of a decoder, without .weight and .bias."""
+    """A family's names for the tensors of a decoder, without .weight and .bias.
+
+    Of experts, `gate`, `up` and `down` have {} for their index, or name one tensor of all.
+    """
 
     embed: str
     norm: str
@@ -108,6 +113,7 @@ class Names:
     up: str
     down: str
     gate: str | None = None  # None in a gated MLP: `up` starts with the gate's rows
+    router: str | None = None  # of experts
     q_norm: str | None = None
     k_norm: str | None = None
     attention_post_norm: str | None = None  # of what attention found, before it is added
@@ -197,6 +203,15 @@ def decoder(
         add("project_out.weight", f"{names.project_out}.weight", embedded, width)
     for layer in range(config.num_layers):
         own = names.layer.format(layer)
+        if config.experts is not None:
+            at, count = f"layers.{layer}.mlp.experts.", config.experts.count
+            add(f"{at}router.weight", f"{own}{names.router}.weight", count, width)
+            for expert in range(count):
+                for name, (_, columns, pieces) in _of_mlp(config, names).items():
+                    found[f"{at}{expert}.{name}.weight"] = tuple(
+                        _of_expert(f"{own}{piece}.weight", count, expert, rows, columns)
+                        for piece, rows, _ in pieces
+                    )
         for name, (bias, columns, pieces) in _linears(config, names, qkv_orders).items():
             found[f"layers.{layer}.{name}.weight"] = tuple(
                 Stored(f"{own}{piece}.weight", (columns, rows), Transposed())
@@ -249,19 +264,35 @@ def _linears(
 ) -> dict[str, tuple[bool, int, tuple[Piece, ...]]]:
     """Parameter → (whether it has a bias, columns, pieces)."""
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    width, intermediate_size, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-    up = (names.up,) if names.gate is None or not config.gated else (names.gate, names.up)
-    up_rows = (intermediate_size, intermediate_size) if config.gated else (intermediate_size,)
-    return {
+    width = config.hidden_size
+    found = {
         "attention.qkv": (
             config.qkv_bias,
             width,
             _pieces(names.qkv, (q_rows, kv_rows, kv_rows), qkv_orders),
         ),
         "attention.out": (config.out_bias, q_rows, ((names.out, width, None),)),
-        "mlp.gate_up" if config.gated else "mlp.up": (bias, width, _pieces(up, up_rows)),
-        "mlp.down": (bias, intermediate_size, ((names.down, width, None),)),
     }
+    if config.experts is None:
+        found |= {f"mlp.{name}": linear for name, linear in _of_mlp(config, names).items()}
+    return found
+
+
+def _of_mlp(config: ModelConfig, names: Names) -> dict[str, tuple[bool, int, tuple[Piece, ...]]]:
+    """The same for an MLP, or for one expert."""
+    width, inside, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    up = (names.up,) if names.gate is None or not config.gated else (names.gate, names.up)
+    rows = (inside, inside) if config.gated else (inside,)
+    return {
+        "gate_up" if config.gated else "up": (bias, width, _pieces(up, rows)),
+        "down": (bias, inside, ((names.down, width, None),)),
+    }
+
+
+def _of_expert(name: str, experts: int, expert: int, rows: int, columns: int) -> Stored:
+    if "{}" in name:
+        return Stored(name.format(expert), (rows, columns))
+    return Stored(name, (experts, rows, columns), expert=expert)
 
 
 def _pieces(

@@ -46,6 +46,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    linears_of,
     of_norms,
 )
 from ropewalk.model.weights.quantize import Weight, round_matrices
@@ -112,7 +113,7 @@ class Weights(Mapping[str, Weight]):
 
     def __init__(self, served: InUse, ops: Sequence[Op]) -> None:
         self._served = served
-        self._matrices = {f"{op.name}.weight" for op in ops if isinstance(op, Linear)}
+        self._matrices = {f"{op.name}.weight" for op in linears_of(ops)}
         self._norms = of_norms(ops)
         self._embedding: Tensor | None = None  # which says what the dtype is
 
@@ -313,7 +314,7 @@ class Looked:
             q, own = self.queries[query].to(keys.dtype), self.batch.positions[query]
             of_keys = keys.transpose(0, 1)[:: self.op.num_heads // self.op.num_kv_heads]
             seen = Scored(plain[:, None], q[:, None], of_keys, own[None], positions)
-            added = content_bias(self.encoding, seen)[:, 0]
+            added = content_bias(self.encoding, seen)[:, 0].masked_fill(plain == -torch.inf, 0)
         elif self.of_queries is not None:
             distance = self.batch.positions[query] - positions
             added = self.of_queries.at(torch.tensor([query]), distance[None])[:, 0]

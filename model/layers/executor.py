@@ -18,7 +18,7 @@ from ropewalk.model.attention.base import (
     step_bias,
 )
 from ropewalk.model.batch import ForwardBatch
-from ropewalk.model.config import Activation
+from ropewalk.model.config import Activation, Experts
 from ropewalk.model.encodings.base import (
     EncodingError,
     PositionalEncoding,
@@ -37,6 +37,7 @@ from ropewalk.model.program import (
     Gate,
     Keep,
     Linear,
+    MixExperts,
     Norm,
     Op,
     Part,
@@ -170,6 +171,7 @@ class TorchExecutor:
             Embed: self._embed,
             Norm: self._norm,
             Linear: self._linear,
+            MixExperts: self._mix_experts,
             Place: _place,
             Clip: _clip,
             Forget: _forget,
@@ -194,6 +196,19 @@ class TorchExecutor:
     def _linear(self, op: Linear, now: Pass, x: Tensor) -> Sequence[Tensor]:
         y = linear(x, self.program.weights[f"{op.name}.weight"], self.program.bias(op))
         return (y,) if len(op.outputs) == 1 else torch.split(y, list(op.outputs), dim=-1)
+
+    def _mix_experts(self, op: MixExperts, now: Pass, x: Tensor) -> Sequence[Tensor]:
+        """Weighted sums are float32 or wider, as are the weights."""
+        scores = F.linear(x, self.program.full(f"{op.name}.router.weight"))
+        shares, picked = routed(op.experts, scores)
+        mixed = torch.zeros_like(x, dtype=shares.dtype)
+        for expert in sorted({*picked.flatten().tolist()}):
+            rows, ranks = torch.where(picked == expert)
+            up, down = op.linears(expert)
+            (h,) = _gate(Gate("", "", op.activation), now, *self._linear(up, now, x[rows]))
+            (y,) = self._linear(down, now, h)
+            mixed.index_add_(0, rows, y * shares[rows, ranks, None])
+        return (mixed.to(x.dtype),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +279,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
             return F.linear(x, weight.widened().to(x.dtype), bias)
         case _:
             return F.linear(x, weight, bias)
+
+
+def routed(experts: Experts, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """A router's scores [T, experts] → weights and numbers of those picked, [T, used]; the weights
+    float32 or wider."""
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares, picked = scores.softmax(dim=-1, dtype=wide).topk(experts.used, dim=-1)
+    return shares / shares.sum(dim=-1, keepdim=True) if experts.normalized else shares, picked
 
 
 def attended(op: Attend, attend: AttendPaged, now: Pass, q: Tensor) -> Tensor:

@@ -184,7 +184,7 @@ def _fill(checkpoint: Checkpoint, target: Tensor, pieces: tuple[Stored, ...]) ->
     joined = len(pieces) > 1
     parts = torch.split(target, [piece.result[0] for piece in pieces]) if joined else (target,)
     for piece, rows in zip(pieces, parts, strict=True):
-        tensor = checkpoint.weights.read(piece.name)
+        tensor = checkpoint.weights.read(piece.name, piece.expert)
         if piece.order is not None:
             tensor = piece.order.undo(tensor)
         rows.copy_(tensor)

@@ -111,7 +111,7 @@ class RandomWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: int | None = None) -> Tensor:
         shape = self.shapes[name]
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith(".bias") else torch.ones(shape)

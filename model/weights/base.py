@@ -38,8 +38,10 @@ class WeightFile(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in a floating dtype, in its own memory, never a view of the file.
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """The tensor, or of its first dimension one part, in a floating dtype.
+
+        In its own memory, never a view of the file.
 
         Raises CheckpointError when the file no longer holds it or it is not a weight.
         """

@@ -83,15 +83,19 @@ class GGUFFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: int | None = None) -> Tensor:
         """In float32 unless stored as float16 or float64."""
         entry = self._entries[name]
-        data = np.frombuffer(read_range(self.path, entry.offset, entry.size), dtype=np.uint8)
+        shape, offset, size = entry.shape, entry.offset, entry.size
+        if part is not None:
+            size //= shape[0]  # whole rows, so whole blocks
+            shape, offset = shape[1:], offset + part * size
+        data = np.frombuffer(read_range(self.path, offset, size), dtype=np.uint8)
         if entry.kind is GGMLQuantizationType.F64:
-            return torch.from_numpy(data.view(np.float64)).reshape(entry.shape)
+            return torch.from_numpy(data.view(np.float64)).reshape(shape)
         if entry.kind is GGMLQuantizationType.F16:
-            return torch.from_numpy(data.view(np.float16)).reshape(entry.shape)
-        return torch.from_numpy(_dequantise(self.path, entry.kind, data)).reshape(entry.shape)
+            return torch.from_numpy(data.view(np.float16)).reshape(shape)
+        return torch.from_numpy(_dequantise(self.path, entry.kind, data)).reshape(shape)
 
 
 def _dequantise(path: Path, kind: GGMLQuantizationType, data: np.ndarray) -> np.ndarray:

@@ -76,17 +76,17 @@ class SafetensorsDirectory:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, part: int | None = None) -> Tensor:
         entry = self._entries[name]
         if entry.dtype == "I8" and name + ROW_SCALE in self._entries:
-            return self._expanded(name)
+            return self._expanded(name) if part is None else self._expanded(name)[part]
         dtype = WEIGHT_DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
                 f"{entry.path}: tensor {shown(name)} is stored as {entry.dtype}, "
                 f"but weights must be one of {', '.join(WEIGHT_DTYPES)}."
             )
-        return _data(entry, dtype)
+        return _data(entry, dtype, part)
 
     def _expanded(self, name: str) -> Tensor:
         """8-bit rows times their scales, in float32."""
@@ -100,11 +100,14 @@ class SafetensorsDirectory:
         return rows * scale.float().view(-1, *[1] * (rows.dim() - 1))
 
 
-def _data(entry: Entry, dtype: torch.dtype) -> Tensor:
-    if entry.size == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    data = read_range(entry.path, entry.offset, entry.size)
-    return torch.frombuffer(data, dtype=dtype).reshape(entry.shape)
+def _data(entry: Entry, dtype: torch.dtype, part: int | None = None) -> Tensor:
+    shape, offset, size = entry.shape, entry.offset, entry.size
+    if part is not None:
+        size //= shape[0]
+        shape, offset = shape[1:], offset + part * size
+    if size == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(read_range(entry.path, offset, size), dtype=dtype).reshape(shape)
 
 
 def read_header(path: Path) -> dict[str, Entry]:

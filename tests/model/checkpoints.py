@@ -160,6 +160,36 @@ def granite4(**changes):
     return transformers.GraniteMoeHybridConfig(**COMMON | factors | shape | more | changes)
 
 
+def olmoe(**changes):
+    """Two key heads for six query heads; seven experts of which a token uses three."""
+    shape = {"hidden_size": 48, "intermediate_size": 20, "num_attention_heads": 6}
+    more = {"num_key_value_heads": 2, "num_experts": 7, "num_experts_per_tok": 3}
+    return transformers.OlmoeConfig(**COMMON | shape | more | changes)
+
+
+def qwen3_moe(**changes):
+    """As olmoe's, with heads wider than width / heads."""
+    shape = {"hidden_size": 48, "moe_intermediate_size": 20, "num_attention_heads": 6}
+    more = {"num_key_value_heads": 2, "num_experts": 7, "num_experts_per_tok": 3, "head_dim": 10}
+    return transformers.Qwen3MoeConfig(**COMMON | shape | more | {"norm_topk_prob": True} | changes)
+
+
+def mixtral(**changes):
+    shape = {"hidden_size": 48, "intermediate_size": 20, "num_attention_heads": 6}
+    return transformers.MixtralConfig(
+        **COMMON | shape | {"num_key_value_heads": 2, "num_local_experts": 4} | changes
+    )
+
+
+def granitemoe(**changes):
+    """Two key heads for six query heads, and factors that are not 1."""
+    shape = {"hidden_size": 48, "intermediate_size": 20, "num_attention_heads": 6}
+    factors = {"embedding_multiplier": 3.5, "attention_multiplier": 0.2}
+    factors |= {"residual_multiplier": 0.4, "logits_scaling": 1.7}
+    more = {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 4}
+    return transformers.GraniteMoeConfig(**COMMON | shape | factors | more | changes)
+
+
 def random_model(config):
     """A float32 model whose every weight matters: norms off one, biases off zero."""
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -190,6 +220,7 @@ def save(model, folder, **options):
 
 def gguf_architecture(config):
     others = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+    others["qwen3_moe"] = "qwen3moe"
     name = others.get(config.model_type, config.model_type)
     return next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == name)
 
@@ -206,7 +237,7 @@ def gguf_name(config):
 
 def paired_heads(name, config):
     """The number of heads in the rows if GGUF stores them in pairs, else None."""
-    if config.model_type not in ("llama", "mistral", "smollm3", "granite"):
+    if config.model_type not in ("llama", "mistral", "smollm3", "granite", "granitemoe"):
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2])
@@ -226,13 +257,28 @@ def stored_values(name, values, config):
     return values
 
 
+def of_experts(name, values):
+    """Of all experts' weights [experts, ...] of a layer, or their router's, those of GGUF."""
+    layer, _, kind = name.removeprefix("model.layers.").partition(".")
+    named = {
+        "experts.gate_up_proj": ("gate_exps", "up_exps"),
+        "experts.down_proj": ("down_exps",),
+        "router.weight": ("gate_inp",),
+    }
+    names = named.get(".".join(kind.split(".")[-2:]))
+    if names is None:
+        return {}
+    parts = zip(names, np.split(values, len(names), axis=-2), strict=True)
+    return {f"blk.{layer}.ffn_{each}.weight": np.ascontiguousarray(part) for each, part in parts}
+
+
 def gguf_tensors(model):
     """{GGUF name: array}, with the divisors or factors of the frequencies."""
     config, tensors, gguf_named = model.config, {}, gguf_name(model.config)
     for name, tensor in model.state_dict().items():
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             values = stored_values(name, tensor.numpy().astype(np.float32), config)
-            tensors[gguf_named(name)] = np.ascontiguousarray(values)
+            tensors |= of_experts(name, values) or {gguf_named(name): np.ascontiguousarray(values)}
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         width = config.head_dim
@@ -309,6 +355,11 @@ def describe_gated(writer, config):
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if getattr(config, "num_experts_per_tok", None):
+        writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if head_dim is not None:
@@ -335,7 +386,7 @@ def describe_gated(writer, config):
         writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "granite":
+    if config.model_type in ("granite", "granitemoe"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ropewalk.model.architectures.ropewalk import FORMER
 from ropewalk.model.attention.sdpa import SdpaAttention
-from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, ModelConfig
+from ropewalk.model.config import EncoderDecoderConfig, EncodingSpec, Experts, ModelConfig
 from ropewalk.model.encodings.base import (
     PositionalEncoding,
     TableBias,
@@ -40,6 +40,7 @@ CONTEXT = 96
 TOKENS = [(7 * index) % 200 for index in range(70)]
 CONFIG = replace(tiny.CONFIG, vocab_size=260, trained_context=CONTEXT)
 PLAIN = {"norm": "layer", "gated": False, "activation": "gelu"}
+EXPERTS = {"count": 4, "used": 2, "normalized": True}
 FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "vocab_size": {"vocab_size": 301},
     "hidden_size": {"hidden_size": 17},
@@ -63,6 +64,7 @@ FIELDS = {  # ModelConfig's: another value, with what it needs to have an effect
     "norm_bias": {"norm": "layer", "norm_bias": True},
     "activation": {"activation": "relu"},
     "gated": {"gated": False},
+    "experts": {"experts": Experts(7, 3, normalized=False)},
     "block": {"block": "parallel"},
     "embed_scale": {"embed_scale": 2.5},
     "embed_norm": {"embed_norm": True},
@@ -451,6 +453,12 @@ def test_fields_by_their_former_names(folder):
         ({"activation": "swish"}, "activation must be one of silu, gelu"),
         ({"block": ["parallel"]}, "block must be a string"),
         ({"norm_bias": True}, "norm_bias has no effect where norm is rms"),
+        ({"experts": 4}, "experts must be an object"),
+        ({"experts": {"count": 4, "used": 2}}, "experts: normalized is missing"),
+        ({"experts": EXPERTS | {"used": 5}}, "experts: used 5 is more than count 4"),
+        ({"experts": EXPERTS | {"count": 0}}, "experts: count must be an integer from 1 to 1024"),
+        ({"experts": EXPERTS, "mlp_bias": True}, "experts are gated and have no biases"),
+        ({"experts": EXPERTS, "gated": False}, "experts are gated and have no biases"),
         ({"windows": 5}, "windows must be a list of null and integers from 1"),
         ({"windows": [None, 0, None]}, "windows must be a list of null and integers from 1"),
         ({"windows": [None, True, None]}, "windows must be a list of null and integers from 1"),

@@ -75,6 +75,8 @@ class OpArguments(ctypes.Structure):
         *((name, c_void_p) for name in ("table", "vectors", "cosines", "sines")),
         *((name, c_int64) for name in ("rows", "pairs", "interleaved", "by_offset", "head_dim")),
         *((name, c_int64) for name in ("activation", "layer", "attends", "heedless")),
+        ("experts", POINTER(LinearArguments)),
+        *((name, c_int64) for name in ("used", "normalized")),
         ("number", c_double),
     )
 

@@ -44,6 +44,7 @@ from ropewalk.model.program import (
     Gate,
     Keep,
     Linear,
+    MixExperts,
     Norm,
     Op,
     Part,
@@ -78,13 +79,14 @@ class Kind(IntEnum):
     COPY = 13
     FORGET = 14
     SOFT_CAP = 15
+    MIX_EXPERTS = 16
 
 
 KNOWN = {  # what `_lower` has a case for
     each.__name__
     for each in (
         *(Embed, Place, Norm, Linear, Clip, Forget, Rotate, Store),
-        *(AskQuery, Attend, Gate, Activate, Scale, SoftCap, Add, Keep),
+        *(AskQuery, Attend, Gate, Activate, Scale, SoftCap, Add, Keep, MixExperts),
     )
 }
 EACH_ROW, RUN, RESULT = 0, 1, 2  # program.hpp's codes for where a value lies
@@ -197,6 +199,7 @@ class Lowered:
     each_row: int  # elements of scratch per row
     run: int
     held: Mapping[str, Tensor]  # what the ops point to
+    layers: Sequence["Array[LinearArguments]"]  # of experts, likewise
     borrowed: Sequence[Tensor]  # and what of that is the encodings'
     keeps: bool  # whether only some rows are wanted in the end
     columns: int  # of the result
@@ -287,6 +290,7 @@ class Lowering:
         self.values: list[Value] = []
         self.held: dict[str, Tensor] = {}
         self.borrowed: list[Tensor] = []
+        self.layers: list[Array[LinearArguments]] = []
         self.kinds: list[tuple[CpuAttention, Attend]] = []
         self.stages: list[Stage] = []
         self.named: dict[str, Span] = {}
@@ -302,8 +306,11 @@ class Lowering:
             self.segment += alone and not isinstance(op, Keep)
 
     def looks_around(self, op: Op) -> bool:
-        """Whether it looks at other rows than its own, or is none of the kernels'."""
-        return isinstance(op, Attend | Keep) or in_python(op)
+        """Whether it looks at other rows than its own, or is none of the kernels'.
+
+        Experts are picked for all rows, so that the weights of each are read once.
+        """
+        return isinstance(op, Attend | Keep | MixExperts) or in_python(op)
 
     def done(self) -> Lowered:
         self._end_stage()
@@ -323,6 +330,7 @@ class Lowering:
             each_row=sizes[EACH_ROW],
             run=sizes[RUN],
             held=self.held,
+            layers=self.layers,
             borrowed=self.borrowed,
             keeps=self.kept,
             columns=0 if result is None else result.count,
@@ -410,6 +418,8 @@ class Lowering:
                 self._linear(op, None, False)
             case Fused():
                 self._linear(op.linear, op.activation, op.gated, op.writes)
+            case MixExperts():
+                self._mix_experts(op)
             case Clip():
                 for x in self.in_place(op):
                     self.emit(Kind.CLIP, part, x=x, number=op.most)
@@ -483,6 +493,36 @@ class Lowering:
                 self.named[name] = Span(to.value, first, count)
                 first += count
         self.emit(Kind.LINEAR, op.part, x=x, to=to, linear=linear)
+
+    def _mix_experts(self, op: MixExperts) -> None:
+        x, experts = self.read(op.reads, whole=True), op.experts
+        router = f"{op.name}.router.weight"
+        linear, held = pack(self.program.full(router), None, self.kernels)
+        self.held |= {f"{router}.{name}": tensor for name, tensor in held.items()}
+        scores = self._new(experts.count)
+        scores.value.where, scores.value.segments[0] = EACH_ROW, self.segment - 1
+        self.emit(Kind.LINEAR, Part.LINEAR, x=x, to=scores, linear=linear)
+        layers = (LinearArguments * (2 * experts.count))()
+        for expert in range(experts.count):
+            for part, own in enumerate(op.linears(expert)):
+                weight = self.program.weights[f"{own.name}.weight"]
+                gating = (op.activation, True) if part == 0 else (None, False)
+                layers[2 * expert + part], held = pack(weight, None, self.kernels, *gating)
+                self.held |= {f"{own.name}.{name}": tensor for name, tensor in held.items()}
+        self.layers.append(layers)
+        to = self.write(op.writes, op.inputs)
+        to.value.where = EACH_ROW
+        self.emit(
+            Kind.MIX_EXPERTS,
+            Part.LINEAR,
+            x=x,
+            y=scores,
+            to=to,
+            experts=layers,
+            rows=experts.count,
+            used=experts.used,
+            normalized=experts.normalized,
+        )
 
     def _rotate(self, op: Rotate) -> None:
         q, k = self.in_place(op)

@@ -31,6 +31,7 @@ from ropewalk.model.program import (
     Forget,
     Gate,
     Linear,
+    MixExperts,
     Norm,
     Op,
     Part,
@@ -81,13 +82,14 @@ class TritonExecutor(TorchExecutor):
     """As TorchExecutor, op by op, of which some are fused."""
 
     name = "triton"
-    recordable = True  # its attention skips a recording's unused rows
 
     def __init__(self, program: Program, few_rows: int = FEW_ROWS) -> None:
         """few_rows: how many rows are few."""
         self._stores: list[TritonStore] = []
         self.few_rows = few_rows
         super().__init__(program, TritonAttention)
+        # Which experts a step needs, the host has to know.
+        self.recordable = not any(isinstance(op, MixExperts) for op in program.ops)
         self.rotates_apart = all(store.rope is None for store in self._stores)
 
     def fixed_tensors(self) -> dict[str, Tensor]:

@@ -12,6 +12,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <vector>
 
 #include "attention.hpp"
 
@@ -117,11 +119,35 @@ inline void activate_row(const T *x, const T *up, T *y, int64_t width, int64_t a
   }
 }
 
+// One of the experts that a row uses, and its weight.
+struct Picked {
+  int64_t expert;
+  float share;
+};
+
+// The `used` experts with the largest scores, the first of equals, and their part of the softmax.
+template <class T>
+inline void pick_experts(const T *scores, int64_t experts, int64_t used, bool normalized,
+                         Picked *picked) {
+  std::vector<float> left(experts);
+  for (int64_t e = 0; e < experts; ++e) left[e] = widen(scores[e]);
+  const float most = *std::max_element(left.begin(), left.end());
+  float total = 0, of_picked = 0;
+  for (float &score : left) total += score = std::exp(score - most);
+  for (int64_t n = 0; n < used; ++n) {
+    const auto largest = std::max_element(left.begin(), left.end());
+    picked[n] = {largest - left.begin(), *largest};
+    of_picked += *largest;
+    *largest = -1;
+  }
+  for (int64_t n = 0; n < used; ++n) picked[n].share /= normalized ? of_picked : total;
+}
+
 // ------------------------------------------------------------------------------------- programs
 
 enum Kind : int64_t {
   kEmbed, kPlace, kNorm, kLinear, kClip, kRotate, kStore, kAttend, kGate, kActivate, kScale, kAdd,
-  kKeep, kCopy, kForget, kSoftCap,
+  kKeep, kCopy, kForget, kSoftCap, kMixExperts,
 };
 
 // Columns of a value; without any, nothing.
@@ -148,6 +174,8 @@ extern "C" struct OpArguments {
   int64_t rows;                   // of the table
   int64_t pairs, interleaved, by_offset, head_dim, activation;
   int64_t layer, attends, heedless;  // heedless: of the rows that nothing keeps
+  const LinearArguments *experts;  // of each of `rows` two: gate and up, and down
+  int64_t used, normalized;        // of these a row's, and whether their weights sum to 1
   double number;                  // epsilon, factor, limit
 };
 
@@ -219,6 +247,7 @@ class Rows {
       case kCopy: return copy(team, op);
       case kForget: return forget(team, op);
       case kSoftCap: return soft_cap(team, op);
+      case kMixExperts: return mix_experts(team, op);
     }
   }
 
@@ -390,6 +419,42 @@ class Rows {
     });
   }
 
+  // For each row the weighted sum of what the experts make of x that its scores y pick. All rows of
+  // an expert are computed together.
+  void mix_experts(Team &team, const OpArguments &op) const {
+    const int64_t used = op.used, width = op.x.count, pairs = count_ * used;
+    const int64_t inside = op.experts[0].outputs;
+    const T *x = at(op.x), *scores = at(op.y);
+    T *to = at(op.to);
+    std::vector<Picked> picked(pairs);
+    each(team, [&](int64_t r) {
+      pick_experts(scores + r * op.y.width, op.rows, used, op.normalized, &picked[r * used]);
+    });
+    std::vector<int64_t> ends(op.rows + 1), places(pairs);  // of an expert's rows among all
+    for (const Picked &one : picked) ++ends[one.expert + 1];
+    for (int64_t e = 0; e < op.rows; ++e) ends[e + 1] += ends[e];
+    std::vector<int64_t> next(ends.begin(), ends.end() - 1);
+    for (int64_t i = 0; i < pairs; ++i) places[i] = next[picked[i].expert]++;
+    const std::unique_ptr<T[]> rows(new T[pairs * width]), found(new T[pairs * width]);
+    const std::unique_ptr<T[]> hidden(new T[pairs * inside]);
+    team.share(pairs, [&](int64_t i) {
+      const T *from = x + i / used * op.x.width;
+      std::copy(from, from + width, &rows[places[i] * width]);
+    });
+    for (int64_t e = 0; e < op.rows; ++e) {
+      const int64_t first = ends[e], count = ends[e + 1] - first;
+      ::linear(team, op.experts[2 * e], &rows[first * width], &hidden[first * inside], count);
+      ::linear(team, op.experts[2 * e + 1], &hidden[first * inside], &found[first * width], count);
+    }
+    each(team, [&](int64_t r) {
+      std::vector<float> sums(width);
+      for (int64_t n = r * used; n < (r + 1) * used; ++n)
+        for (int64_t i = 0; i < width; ++i)
+          sums[i] += picked[n].share * widen(found[places[n] * width + i]);
+      for (int64_t i = 0; i < width; ++i) narrow(sums[i], to + r * op.to.width + i);
+    });
+  }
+
   void copy(Team &team, const OpArguments &op) const {
     const T *x = at(op.x);
     T *to = at(op.to);
@@ -413,18 +478,26 @@ void attend_to(Team &team, const OpArguments &op, const StepArguments &step) {
 }
 
 // Times are those of the first thread.
+// Whether an op is computed for all rows at once.
+inline bool concerns_all(const OpArguments &op) {
+  return op.kind == kAttend || op.kind == kMixExperts;
+}
+
 template <class T>
 void run(Team &team, const OpArguments *ops, int64_t count, const StepArguments &step) {
   PartTimes times(step.seconds);
   const OpArguments *op = ops, *const end = ops + count;
   while (op < end) {
-    if (op->kind == kAttend) {
-      attend_to<T>(team, *op, step);
+    if (concerns_all(*op)) {
+      if (op->kind == kAttend)
+        attend_to<T>(team, *op, step);
+      else
+        Rows<T>(step, 0, op->kept ? step.kept_rows : step.rows, 0).compute(team, *op);
       times.spent(op++->part);
       continue;
     }
     const OpArguments *stop = op + 1;
-    while (stop < end && stop->kind != kAttend && !stop->begins) ++stop;
+    while (stop < end && !concerns_all(*stop) && !stop->begins) ++stop;
     const int64_t rows = op->kept ? step.kept_rows : step.rows;
     by_rows(team, rows, [=, &times, &step](Team &own, int64_t first, int64_t some,
                                                     int64_t thread) {
