@@ -11,6 +11,7 @@ from ropewalk.cache.kv import KVCache
 from ropewalk.model.attention.reference import ReferenceAttention
 from ropewalk.model.attention.sdpa import SdpaAttention
 from ropewalk.model.batch import Cross
+from ropewalk.model.config import Experts
 from ropewalk.model.decoder import Decoder
 from ropewalk.model.encodings.base import create, freeze_all, stored_gates
 from ropewalk.model.kernels.graphs.cuda_graph import CudaGraphs
@@ -317,9 +318,17 @@ class NoKernel:
         return lambda *given, **named: None
 
 
-def on(device, encoding, backend, stored=torch.float32):
+@pytest.fixture
+def no_kernels(monkeypatch):
+    names = ("attend", "merge", "store", "add_norm", "gate", "linear", "expert", "forget")
+    none = SimpleNamespace(**dict.fromkeys(names, NoKernel()), float32=None)
+    for using in (attention, launches):
+        monkeypatch.setattr(using, "import_module", lambda name: none)
+
+
+def on(device, encoding, backend, stored=torch.float32, **changes):
     """A decoder with uninitialised weights and a cache for it, of what is `stored`."""
-    config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS)
+    config = replace(CONFIG, encoding=ENCODINGS[encoding], windows=WINDOWS, **changes)
     made = create(config.encoding, config, CONTEXT, device)
     gates = stored_gates(made, config)
     kv = KVCache(config, blocks=40, block_size=BLOCK, dtype=stored, device=device, gates=gates)
@@ -339,9 +348,9 @@ def with_weights(decoder, encoding):
     return decoder
 
 
-def replayed_without_values(encoding, backend, stored=torch.float32):
+def replayed_without_values(encoding, backend, stored=torch.float32, **changes):
     """On a device that has none, whatever asks for a value raises."""
-    decoder, kv = on(META, encoding, backend, stored)
+    decoder, kv = on(META, encoding, backend, stored, **changes)
     over = ReplayedDecoder(decoder, kv, decoder, [Bucket(4, 28, kv)], lambda compute: compute)
     return over(step([1, 1]), kv)
 
@@ -359,14 +368,16 @@ def replayed_without_values(encoding, backend, stored=torch.float32):
         ),
     ),
 )
-def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, monkeypatch):
+def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, no_kernels):
     if backend is TritonAttention and encoding not in IN_KERNELS:
         pytest.skip("no kernel computes it")
-    names = ("attend", "merge", "store", "add_norm", "gate", "linear", "forget")
-    none = SimpleNamespace(**dict.fromkeys(names, NoKernel()))
-    for using in (attention, launches):
-        monkeypatch.setattr(using, "import_module", lambda name: none)
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
+
+
+def test_the_host_need_not_know_which_experts_are_picked(no_kernels):
+    experts = Experts(5, 2, normalized=True)
+    found = replayed_without_values("rope", TritonAttention, experts=experts)
+    assert found.shape == (2, VOCABULARY)
 
 
 def test_what_asks_the_device_shows():

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.model.config import Activation
@@ -17,13 +18,21 @@ from ropewalk.model.encodings.rope import tables_of
 from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.kernels.triton.launches import (
     FEW_ROWS,
+    TritonExperts,
     TritonForget,
     TritonGate,
     TritonLinear,
     TritonNorm,
     TritonStore,
 )
-from ropewalk.model.layers.executor import Pass, Step, TorchExecutor, in_heads, spec_of
+from ropewalk.model.layers.executor import (
+    Pass,
+    Step,
+    TorchExecutor,
+    in_heads,
+    routed,
+    spec_of,
+)
 from ropewalk.model.program import (
     Activate,
     Add,
@@ -38,9 +47,10 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Store,
+    linears_of,
     live_after,
 )
-from ropewalk.model.weights.quantize import Int4
+from ropewalk.model.weights.quantize import Int4, Int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +98,8 @@ class TritonExecutor(TorchExecutor):
         self._stores: list[TritonStore] = []
         self.few_rows = few_rows
         super().__init__(program, TritonAttention)
-        # Which experts a step needs, the host has to know.
-        self.recordable = not any(isinstance(op, MixExperts) for op in program.ops)
+        experts = [op for op in program.ops if isinstance(op, MixExperts)]
+        self.recordable = all(map(self._picks_on_device, experts))
         self.rotates_apart = all(store.rope is None for store in self._stores)
 
     def fixed_tensors(self) -> dict[str, Tensor]:
@@ -124,6 +134,8 @@ class TritonExecutor(TorchExecutor):
                 gates = encoding.forget_gates()
                 assert gates is not None, "only layers with gates have this op"
                 return self._forget(TritonForget(gates))
+            case MixExperts() if self._picks_on_device(op):
+                return self._mix_on_device(op)
             case AddNorm():
                 norm = self._of_norm(op.norm)
                 return lambda op, now, x, added: norm(x, added)
@@ -158,14 +170,39 @@ class TritonExecutor(TorchExecutor):
 
         return compute
 
+    def _picks_on_device(self, op: MixExperts) -> bool:
+        """Whether the host need not know which experts are picked."""
+        weights = (self.program.weights[f"{each.name}.weight"] for each in linears_of([op]))
+        return not any(isinstance(weight, Int4) for weight in weights)
+
+    def _mix_on_device(self, op: MixExperts) -> Callable[..., Sequence[Tensor]]:
+        up, down = (
+            TritonExperts([self._not_in_4_bits(layer) for layer in layers])
+            for layers in zip(*map(op.linears, range(op.experts.count)), strict=True)
+        )
+        router = self.program.full(f"{op.name}.router.weight")
+
+        def compute(op: MixExperts, now: Pass, x: Tensor) -> Sequence[Tensor]:
+            if now.batch.max_query > 1:  # a prompt has many rows for each expert
+                return self._mix_experts(op, now, x)
+            shares, picked = routed(op.experts, F.linear(x, router))
+            found = down(up(x, picked, op.activation), picked)
+            mixed = (found.view(*picked.shape, -1) * shares[..., None]).sum(dim=1)
+            return (mixed.to(x.dtype),)
+
+        return compute
+
+    def _not_in_4_bits(self, linear: Linear) -> Tensor | Int8:
+        weight = self.program.weights[f"{linear.name}.weight"]
+        assert not isinstance(weight, Int4)
+        return weight
+
     def _of_norm(self, norm: Norm) -> TritonNorm:
         weight = self.program.full(f"{norm.name}.weight")
         return TritonNorm(norm, weight, self.program.bias(norm))
 
     def _around(self, op: Around) -> Callable[..., Sequence[Tensor]]:
-        weight = self.program.weights[f"{op.linear.name}.weight"]
-        assert not isinstance(weight, Int4)
-        linear = TritonLinear(weight, self.program.bias(op.linear))
+        linear = TritonLinear(self._not_in_4_bits(op.linear), self.program.bias(op.linear))
         norm = None if op.norm is None else self._of_norm(op.norm)
         outputs = op.linear.outputs if op.activation is None else ()
 

@@ -3,7 +3,9 @@
 Each computes what the ops do up to rounding. Nothing waits for the device.
 """
 
+from collections.abc import Sequence
 from importlib import import_module
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -198,6 +200,58 @@ class TritonLinear:
             WIDE=x.device.type == "cpu",
             num_warps=tile // 8,  # that many columns are a warp's least; more warps repeat its work
             num_stages=4 if scale is None else 6,  # tiles on their way: as many bytes of each kind
+            **FUSED,
+        )
+        return out
+
+
+class TritonExperts:
+    """One layer of all experts, each row through those that are picked for it.
+
+    A row reads the weights of its own experts, so this is for few rows to each expert. The host
+    need not know which they are.
+    """
+
+    TYPES: ClassVar[dict[torch.dtype, str]] = {
+        torch.bfloat16: "bfloat16",
+        torch.float16: "float16",
+        torch.float32: "float32",
+        torch.int8: "int8",
+    }
+
+    def __init__(self, layers: Sequence[Tensor | Int8]) -> None:
+        first = layers[0]
+        self.held = layers
+        self.scaled = isinstance(first, Int8)
+        stored = [each.rounded if isinstance(each, Int8) else each for each in layers]
+        scales = [each.scale if isinstance(each, Int8) else each for each in layers]
+        self.weights, self.scales = (
+            torch.tensor([each.data_ptr() for each in of], device=stored[0].device)
+            for of in (stored, scales)
+        )
+        self.dtype, (self.outputs, self.inputs) = stored[0].dtype, first.shape
+        self.kernels = import_module("ropewalk.model.kernels.triton.linear_kernels")
+        self.language = import_module("triton.language")
+
+    def __call__(self, x: Tensor, picked: Tensor, activation: Activation | None = None) -> Tensor:
+        """x [T, inputs] or [T · used, inputs], picked [T, used] → [T · used, outputs].
+
+        With an activation, gated by it: that is of the first half of the outputs, times the other.
+        """
+        gated = activation is not None
+        outputs, pairs = self.outputs // (2 if gated else 1), picked.numel()
+        out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
+        self.kernels.expert[-(-outputs // OUTPUTS_AT_ONCE), pairs](
+            *(x.contiguous(), picked.contiguous(), self.weights, self.scales, out),
+            INPUTS=self.inputs,
+            OUTPUTS=outputs,
+            PAIRS=pairs // len(x),
+            STORED=getattr(self.language, self.TYPES[self.dtype]),
+            SCALED=self.scaled,
+            GATED=gated,
+            ACTIVATION=activation or "none",
+            TILE_IN=WEIGHTS_AT_ONCE,
+            TILE_OUT=OUTPUTS_AT_ONCE,
             **FUSED,
         )
         return out

@@ -81,6 +81,56 @@ def linear(
 
 
 @triton.jit
+def expert(
+    x,  # [rows, INPUTS], contiguous
+    picked,  # [pairs] experts; pair p is of row p // PAIRS
+    weights,  # [experts] addresses of [OUTPUTS, INPUTS]; if GATED [2 · OUTPUTS, INPUTS]: gate, up
+    scales,  # [experts] addresses of one for each row of the weight, float32, if SCALED
+    out,  # [pairs, OUTPUTS], contiguous
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    STORED: tl.constexpr,  # the type of weights
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TILE_IN: tl.constexpr,
+    TILE_OUT: tl.constexpr,
+):
+    """Programs: (tiles of outputs, pairs). A layer of the expert of each pair."""
+    pair = tl.program_id(1)
+    number = tl.load(picked + pair)
+    weight = tl.load(weights + number).to(tl.pointer_type(STORED))
+    scale = tl.load(scales + number).to(tl.pointer_type(tl.float32))
+    output = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
+    there = output < OUTPUTS
+    first = weight + output.to(tl.int64)[:, None] * INPUTS
+    total = tl.zeros([TILE_OUT], tl.float32)
+    up = tl.zeros([TILE_OUT], tl.float32)
+    for start in range(0, INPUTS, TILE_IN):
+        column = start + tl.arange(0, TILE_IN)
+        inside = column < INPUTS
+        given = x + (pair // PAIRS).to(tl.int64) * INPUTS + column
+        part = tl.load(given, mask=inside, other=0.0).to(tl.float32)[None, :]
+        read = there[:, None] & inside[None, :]
+        factors = tl.load(first + column[None, :], mask=read, other=0).to(tl.float32)
+        total += tl.sum(factors * part, axis=1)
+        if GATED:
+            beyond = first + OUTPUTS * INPUTS + column[None, :]
+            up += tl.sum(tl.load(beyond, mask=read, other=0).to(tl.float32) * part, axis=1)
+    if SCALED:
+        total *= tl.load(scale + output, mask=there, other=0.0)
+    if ACTIVATION != "none":
+        total = active(total, ACTIVATION)
+    if GATED:
+        if SCALED:
+            up *= tl.load(scale + OUTPUTS + output, mask=there, other=0.0)
+        total *= up
+    place = pair.to(tl.int64) * OUTPUTS + output
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
 def _finished(total, scale, bias, there, SCALED: tl.constexpr, BIASED: tl.constexpr):
     """Sums [ROWS, TILE_OUT] with their outputs' scales and biases, at addresses [TILE_OUT]."""
     if SCALED:

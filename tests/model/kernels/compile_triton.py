@@ -23,6 +23,7 @@ from ropewalk.model.kernels.triton import (
 )
 from ropewalk.model.kernels.triton.attention import TritonAttention, size_of_loop
 from ropewalk.model.kernels.triton.launches import (
+    TritonExperts,
     TritonGate,
     TritonLinear,
     TritonNorm,
@@ -88,6 +89,12 @@ def main(capability, shared, dtype, head_dim, bias, storage, stored=""):
             linear = TritonLinear(Int8.of(weight) if in_8_bits else weight, bias)
             linear.kernels = on_gpu(linear_kernels, "linear")
             linear(x[:8], activation="gelu", **more)
+    of = [torch.zeros(64, width, dtype=dtype) for _ in range(3)]
+    of = [Int8.of(weight) for weight in of] if in_8_bits else of
+    experts, picked = TritonExperts(of), torch.zeros(8, 2, dtype=torch.int64)
+    experts.kernels = on_gpu(linear_kernels, "expert")
+    experts(x[:8], picked, "silu")
+    experts(x[:16], picked)
     for name, used in gpu.compiled:
         print(name, used, "bytes shared")
 

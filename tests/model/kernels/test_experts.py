@@ -107,12 +107,40 @@ def test_routers_are_never_rounded():
 
 
 @pytest.mark.triton
-def test_on_triton(kernels):
+@pytest.mark.parametrize(
+    ("kind", "bits", "dtype", "fresh"),
+    [
+        ("some", 16, torch.float32, False),
+        ("some", 16, torch.float32, True),
+        ("all", 16, torch.bfloat16, True),
+        ("all", 8, torch.float32, True),
+    ],
+)
+def test_on_triton(kind, bits, dtype, fresh):
+    """Prompts, whose experts the host looks at; and steps of single tokens, where it does not."""
     changes = {"num_layers": 1, "windows": (None,), "device": DEVICE}
-    plain = with_experts("some", **changes)
-    made = Decoder(program_of(plain), TritonExecutor(program_of(plain)))
-    assert not made.executor.recordable
-    assert close(made, plain, torch.float32, lengths=LENGTHS)
+    program = program_of(with_experts(kind, dtype, **changes))
+    program = program if bits == 16 else quantized(program)
+    plain, made = in_torch(program), Decoder(program, TritonExecutor(program))
+    assert made.executor.recordable
+    tokens = [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
+    answers = []
+    for each in (plain, made):
+        kv = full_of_nan(new_cache(each, 5, 16))
+        running = [Running([*prompt, 7], [i + 1]) for i, prompt in enumerate(tokens)]
+        logits = each(make_batch([(one, len(one.tokens) - 1) for one in running], 16), kv)
+        if fresh:
+            ahead = [replace(one, computed=len(one.tokens) - 1) for one in running]
+            logits = each(make_batch([(one, 1) for one in ahead], 16), kv)
+        answers.append(logits.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 0.05
+    assert (answers[0] - answers[1]).abs().max() <= tolerance * answers[0].abs().max()
+
+
+@pytest.mark.triton
+def test_weights_in_4_bits_are_torchs(kernels):
+    program = round_weights(program_of(with_experts("all")), 4, kernels)
+    assert not TritonExecutor(program).recordable
 
 
 def test_what_an_expert_computes():
