@@ -96,6 +96,7 @@ class TritonExecutor(TorchExecutor):
     def __init__(self, program: Program, few_rows: int = FEW_ROWS) -> None:
         """few_rows: how many rows are few."""
         self._stores: list[TritonStore] = []
+        self._experts: list[TritonExperts] = []
         self.few_rows = few_rows
         super().__init__(program, TritonAttention)
         experts = [op for op in program.ops if isinstance(op, MixExperts)]
@@ -108,6 +109,8 @@ class TritonExecutor(TorchExecutor):
             found |= {
                 f"rotation.{index}.{name}": own for name, own in store.fixed_tensors().items()
             }
+        for index, layer in enumerate(self._experts):
+            found |= {f"experts.{index}.{name}": own for name, own in layer.addresses.items()}
         return found
 
     def _compiled(
@@ -180,6 +183,7 @@ class TritonExecutor(TorchExecutor):
             TritonExperts([self._not_in_4_bits(layer) for layer in layers])
             for layers in zip(*map(op.linears, range(op.experts.count)), strict=True)
         )
+        self._experts += up, down
         router = self.program.full(f"{op.name}.router.weight")
 
         def compute(op: MixExperts, now: Pass, x: Tensor) -> Sequence[Tensor]:

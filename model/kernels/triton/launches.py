@@ -225,10 +225,10 @@ class TritonExperts:
         self.scaled = isinstance(first, Int8)
         stored = [each.rounded if isinstance(each, Int8) else each for each in layers]
         scales = [each.scale if isinstance(each, Int8) else each for each in layers]
-        self.weights, self.scales = (
-            torch.tensor([each.data_ptr() for each in of], device=stored[0].device)
-            for of in (stored, scales)
-        )
+        self.addresses = {
+            name: torch.tensor([each.data_ptr() for each in of], device=stored[0].device)
+            for name, of in (("weights", stored), ("scales", scales))
+        }
         self.dtype, (self.outputs, self.inputs) = stored[0].dtype, first.shape
         self.kernels = import_module("ropewalk.model.kernels.triton.linear_kernels")
         self.language = import_module("triton.language")
@@ -242,7 +242,7 @@ class TritonExperts:
         outputs, pairs = self.outputs // (2 if gated else 1), picked.numel()
         out = torch.empty(pairs, outputs, dtype=x.dtype, device=x.device)
         self.kernels.expert[-(-outputs // OUTPUTS_AT_ONCE), pairs](
-            *(x.contiguous(), picked.contiguous(), self.weights, self.scales, out),
+            *(x.contiguous(), picked.contiguous(), *self.addresses.values(), out),
             INPUTS=self.inputs,
             OUTPUTS=outputs,
             PAIRS=pairs // len(x),
