@@ -378,40 +378,40 @@ def create(
     return encoding
 
 
-def inherits(hook: Callable[..., object], encoding: PositionalEncoding, function: object) -> bool:
-    """Whether a hook of an encoding is its own, as a class defines it: PositionalEncoding.rotate.
+def inherits(
+    hook: str, encoding: PositionalEncoding, kind: type["PositionalEncoding"] = PositionalEncoding
+) -> bool:
+    """Whether a hook of an encoding, by name, is as the class `kind` defines it.
 
-    False as well for one that was set on the object, another one's for example.
+    False as well for one that was set on the object. Not by comparing bound methods, which
+    torch.compile takes for different ones.
     """
-    own = getattr(hook, "__self__", None) is encoding
-    return own and getattr(hook, "__func__", None) is function
+    return getattr(type(encoding), hook) is getattr(kind, hook) and hook not in vars(encoding)
 
 
 def embeds(encoding: PositionalEncoding) -> bool:
     """Whether the encoding adds something to the embeddings."""
-    plain = inherits(encoding.embed, encoding, PositionalEncoding.embed)
-    return not (plain and inherits(encoding.vectors, encoding, PositionalEncoding.vectors))
+    return not (inherits("embed", encoding) and inherits("vectors", encoding))
 
 
 def rotates(encoding: PositionalEncoding) -> bool:
     """Whether the encoding changes queries or keys before keys are stored."""
-    return not inherits(encoding.rotate, encoding, PositionalEncoding.rotate)
+    return not inherits("rotate", encoding)
 
 
 def forgets(encoding: PositionalEncoding) -> bool:
     """Whether the encoding of a layer has gates."""
-    plain = inherits(encoding.gates, encoding, PositionalEncoding.gates)
-    return not plain or encoding.forget_gates() is not None
+    return not inherits("gates", encoding) or encoding.forget_gates() is not None
 
 
 def asks_query(encoding: PositionalEncoding) -> bool:
     """Whether the bias of a layer depends on the query itself."""
-    return not inherits(encoding.query_bias, encoding, PositionalEncoding.query_bias)
+    return not inherits("query_bias", encoding)
 
 
 def asks_keys(encoding: PositionalEncoding) -> bool:
     """Whether the bias of a layer depends on queries and keys together."""
-    return not inherits(encoding.content_bias, encoding, PositionalEncoding.content_bias)
+    return not inherits("content_bias", encoding)
 
 
 def by_content(encoding: PositionalEncoding) -> bool:

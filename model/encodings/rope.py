@@ -309,7 +309,7 @@ def _far(near: int, group: int, context: int, device: torch.device) -> Far:
 
 def tables_of(encoding: PositionalEncoding, head_dim: int) -> RoPE | None:
     """The encoding, if it rotates exactly as RoPE does, by tables that kernels can read."""
-    if not isinstance(encoding, RoPE) or not inherits(encoding.rotate, encoding, RoPE.rotate):
+    if not isinstance(encoding, RoPE) or not inherits("rotate", encoding, RoPE):
         return None
     cos, sin = encoding.cos, encoding.sin
     fits = (

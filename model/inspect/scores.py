@@ -433,7 +433,7 @@ def _normed(op: Norm, program: Program, whole: Tensor, part: Tensor) -> Tensor:
 
 def _has_its_speeds(rope: RoPE, context: int) -> bool:
     """Whether it turns by its frequencies; a class of one's own may do it in another way."""
-    if not inherits(rope.rotate, rope, RoPE.rotate):
+    if not inherits("rotate", rope, RoPE):
         return False
     given = [table[:context].float() for table in (rope.cos, rope.sin)]
     told = [rope.magnitude * table for table in RoPE.tables(rope, context)]

@@ -122,11 +122,11 @@ def is_dense(op: Op) -> bool:
 
 
 def embeds_in_python(encoding: PositionalEncoding) -> bool:
-    return not inherits(encoding.embed, encoding, PositionalEncoding.embed)
+    return not inherits("embed", encoding)
 
 
 def gates_in_python(encoding: PositionalEncoding) -> bool:
-    return not inherits(encoding.gates, encoding, PositionalEncoding.gates)
+    return not inherits("gates", encoding)
 
 
 def rotates_in_python(encoding: PositionalEncoding, head_dim: int) -> bool:

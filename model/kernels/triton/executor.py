@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ropewalk.model.config import Activation
-from ropewalk.model.encodings.base import PositionalEncoding, inherits, rotates
+from ropewalk.model.encodings.base import inherits, rotates
 from ropewalk.model.encodings.rope import tables_of
 from ropewalk.model.kernels.triton.attention import TritonAttention
 from ropewalk.model.kernels.triton.launches import (
@@ -131,9 +131,7 @@ class TritonExecutor(TorchExecutor):
         match op:
             case RotateStore():
                 return self._rotate_store(op)
-            case Forget(encoding=encoding) if inherits(
-                encoding.gates, encoding, PositionalEncoding.gates
-            ):
+            case Forget(encoding=encoding) if inherits("gates", encoding):
                 gates = encoding.forget_gates()
                 assert gates is not None, "only layers with gates have this op"
                 return self._forget(TritonForget(gates))
