@@ -24,11 +24,14 @@ GGUF = replace(
 
 
 def from_hf(fields: Fields, *counts: str, normalized: bool) -> Experts:
-    """counts: the keys of how many there are, of which a file has one; the last if it has none."""
-    stated = next(filter(fields.states, counts), counts[-1])
+    """counts: the keys of how many there are; the last has a default."""
+    stated = {key: fields.optional_integer(key, Most.EXPERTS) for key in counts}
+    found = {count for count in stated.values() if count is not None}
+    if len(found) > 1:
+        raise fields.error(f"{' and '.join(counts)} differ")
     return _checked(
         fields,
-        fields.integer(stated, Most.EXPERTS),
+        found.pop() if found else fields.integer(counts[-1], Most.EXPERTS),
         fields.integer("num_experts_per_tok", Most.EXPERTS),
         normalized,
     )

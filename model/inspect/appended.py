@@ -23,6 +23,7 @@ from ropewalk.model.program import Program, of_norms
 
 OWN = "own"
 MOST_WORK = 1e11  # operations, for which a CPU takes some seconds
+MOST_BYTES = 4 << 30  # of weights in float64
 USUAL_LAYERS, USUAL_STEPS = 4, 8
 
 
@@ -141,16 +142,19 @@ def first_layers(used: InUse, layers: int, vocabulary: Sequence[int]) -> Program
 
 def _affordable(config: ModelConfig, length: int, layers: int, steps: int) -> tuple[int, int]:
     """Fewer steps, then fewer layers, if that is what it takes."""
-    inside = config.num_heads * config.head_dim
-    matrices = (2 if config.gated else 1) * config.intermediate_size + config.intermediate_size
-    of_layer = config.hidden_size * (
-        2 * inside + 2 * config.num_kv_heads * config.head_dim + matrices
-    )
+    attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+    mlp = (3 if config.gated else 2) * config.intermediate_size
+    used, stored = (1, 1) if config.experts is None else (config.experts.used, config.experts.count)
 
     def work() -> float:
         # Each step is computed anew from the beginning, to compare with.
-        return 2.0 * of_layer * layers * length * (steps + 3)
+        weights = config.hidden_size * (attention + used * mlp)
+        return 2.0 * weights * layers * length * (steps + 3)
 
+    layer = audit_arms.DTYPE.itemsize * config.hidden_size * (attention + stored * mlp)
+    layers = min(layers, MOST_BYTES // layer)
+    if layers == 0:
+        raise TooMuch("one of its layers takes too much memory in float64")
     while work() > MOST_WORK and steps > 1:
         steps //= 2
     while work() > MOST_WORK and layers > 1:

@@ -57,6 +57,7 @@ TOKENIZER_FILES = (
     WITH_TOOLS,
 )
 MAX_MORE = 8 << 20  # bytes of each of them
+MAX_EXPERTS = 50_000  # of all layers: each has two tensors or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +225,7 @@ def _open_directory(folder: Path, trusted: Collection[str], template: Path | Non
     architecture = by_model_type(fields.text("model_type"), where)
     weights = SafetensorsDirectory(folder)
     config = architecture.config_from_hf(fields, weights)
+    _refuse_many_experts(where, config)
     _refuse_foreign_code(where, config.encoding.name, trusted)
     parameters = architecture.parameters_in_hf(config, weights.names())
     _check_tensors(folder, weights, parameters, architecture, config)
@@ -255,6 +257,15 @@ def _open_directory(folder: Path, trusted: Collection[str], template: Path | Non
     )
 
 
+def _refuse_many_experts(where: str, config: ModelConfig) -> None:
+    """Before a list of their parameters is made."""
+    count = 0 if config.experts is None else config.experts.count * config.num_layers
+    if count > MAX_EXPERTS:
+        raise CheckpointError(
+            f"{where} tells of {count} experts in all layers, more than the {MAX_EXPERTS} allowed."
+        )
+
+
 def _refuse_foreign_code(where: str, encoding: str, trusted: Collection[str]) -> None:
     if ":" in encoding and encoding not in trusted:
         raise CheckpointError(
@@ -273,6 +284,7 @@ def _open_gguf(path: Path, template: Path | None) -> Checkpoint:
     fields = Fields(str(path), weights.metadata)
     architecture = by_gguf_name(weights.metadata.get("general.architecture"), str(path))
     config = architecture.config_from_gguf(fields, weights)
+    _refuse_many_experts(str(path), config)
     parameters = architecture.parameters_in_gguf(config)
     _check_tensors(path, weights, parameters, architecture, config)
     tokenizer = tokenizer_from_gguf(weights.metadata)

@@ -27,7 +27,7 @@ from ropewalk.model.weights.base import (
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 8 << 20  # bytes; 10,000 tensors take about 2 MB
-MAX_TENSORS = 10_000
+MAX_TENSORS = 100_000
 MAX_DIMENSIONS = 8
 # An I8 tensor NAME may have NAME.row_scale [rows], by which each row is multiplied.
 ROW_SCALE = ".row_scale"
@@ -79,7 +79,7 @@ class SafetensorsDirectory:
     def read(self, name: str, part: int | None = None) -> Tensor:
         entry = self._entries[name]
         if entry.dtype == "I8" and name + ROW_SCALE in self._entries:
-            return self._expanded(name) if part is None else self._expanded(name)[part]
+            return self._expanded(name, part)
         dtype = WEIGHT_DTYPES.get(entry.dtype)
         if dtype is None:
             raise CheckpointError(
@@ -88,7 +88,7 @@ class SafetensorsDirectory:
             )
         return _data(entry, dtype, part)
 
-    def _expanded(self, name: str) -> Tensor:
+    def _expanded(self, name: str, part: int | None) -> Tensor:
         """8-bit rows times their scales, in float32."""
         entry, scale = self._entries[name], self.read(name + ROW_SCALE)
         if scale.shape != entry.shape[:1]:
@@ -96,7 +96,9 @@ class SafetensorsDirectory:
                 f"{entry.path}: tensor {shown(name)} has the shape {entry.shape}, which its row "
                 f"scale of the shape {tuple(scale.shape)} does not fit."
             )
-        rows = _data(entry, torch.int8).float()
+        rows = _data(entry, torch.int8, part).float()
+        if part is not None:
+            return rows * scale[part].float()
         return rows * scale.float().view(-1, *[1] * (rows.dim() - 1))
 
 

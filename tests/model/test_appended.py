@@ -1,5 +1,6 @@
 """Auditing the first layers of a model for some tokens is auditing the model."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from ropewalk.model.inspect.appended import append, arms_for, first_layers
 from ropewalk.model.inspect.audit import Arm, Watch
 from ropewalk.model.layers.executor import TorchExecutor
 from ropewalk.model.loading.checkpoints import InUse, open_checkpoint
+from ropewalk.model.program import shapes_of
 from tests.model import checkpoints
 from tests.model.families import FAMILIES
 from tests.model.test_parity import drawn
@@ -113,3 +115,13 @@ def test_less_is_audited_of_a_larger_model(tmp_path, monkeypatch) -> None:
             sizes.append(None)
     assert sizes[0] == (2, 4) and sizes[-1] is None
     assert (1, 1) in sizes or any(size and size < (2, 4) for size in sizes[1:3])
+    monkeypatch.setattr(appended, "MOST_WORK", 1e11)
+    shapes = shapes_of(first_layers(used, 1, sorted(set(TOKENS))).ops)
+    matrices = [own for name, own in shapes.items() if name.startswith("layers.") and len(own) > 1]
+    layer = 8 * sum(map(math.prod, matrices))
+    for most, layers in ((2 * layer, 2), (2 * layer - 1, 1)):
+        monkeypatch.setattr(appended, "MOST_BYTES", most)
+        assert audited() == (layers, 4)
+    monkeypatch.setattr(appended, "MOST_BYTES", layer - 1)
+    with pytest.raises(appended.TooMuch, match="too much memory in float64"):
+        audited()

@@ -22,6 +22,7 @@ from ropewalk.model.encodings.base import (
     freeze_all,
     names,
 )
+from ropewalk.model.loading import checkpoints as opening
 from ropewalk.model.loading.checkpoints import open_checkpoint
 from ropewalk.model.loading.save import save_checkpoint
 from ropewalk.model.program import encoding_parameters
@@ -176,6 +177,13 @@ def check_same(decoder, folder, dtype=torch.float32):
 
 def test_every_field_is_tried():
     assert set(FIELDS) == {field.name for field in fields(ModelConfig)}
+
+
+def test_experts_of_all_layers_are_bounded(save, monkeypatch):
+    """Before a list of their weights is made."""
+    folder = save(decoder_of(replace(CONFIG, experts=Experts(**EXPERTS))))
+    monkeypatch.setattr(opening, "MAX_EXPERTS", 11)
+    refused("tells of 12 experts in all layers, more than the 11 allowed", open_checkpoint, folder)
 
 
 @pytest.mark.parametrize("field", FIELDS)

@@ -85,6 +85,16 @@ def test_a_row_of_nan_is_only_its_own(kernels):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_a_broken_score_shows(kind, broken, kernels):
+    """Though its expert is not picked, or the others' weights are made to sum to 1."""
+    decoder = with_experts(kind)
+    program_of(decoder).full("layers.1.mlp.experts.router.weight")[2] = broken
+    assert found(decoder)[0].isnan().all()
+    assert found(on_kernels(decoder, kernels))[0].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_largest_scores(kind):
     """Written as a loop; of equal scores either may be picked."""
     experts = KINDS[kind]

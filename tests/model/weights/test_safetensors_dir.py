@@ -124,12 +124,26 @@ def test_trailing_bytes_and_truncation(tmp_path):
     refused(write(tmp_path, {"a": ENTRY}, b"\0" * 15), "describes")
 
 
-def test_the_number_of_tensors_is_bounded(tmp_path):
+def test_the_number_of_tensors_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_dir, "MAX_TENSORS", 1000)
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     limit = safetensors_dir.MAX_TENSORS
     header = {str(index): empty for index in range(limit)}
     assert len(SafetensorsDirectory(write(tmp_path, header, b"")).names()) == limit
-    refused(write(tmp_path, header | {"more": empty}, b""), "more than the 10000 allowed")
+    refused(write(tmp_path, header | {"more": empty}, b""), "more than the 1000 allowed")
+
+
+def test_part_of_a_tensor_is_read_alone(tmp_path):
+    """Of 8-bit rows as well, whose scales are those of the first dimension."""
+    whole = torch.arange(24.0).view(3, 2, 4)
+    stored = {"a": whole, "b": whole.to(torch.int8), "b.row_scale": torch.tensor([1.0, 2.0, 3.0])}
+    save_file(stored, tmp_path / "model.safetensors")
+    weights = SafetensorsDirectory(tmp_path)
+    for name in ("a", "b"):
+        for part in range(3):
+            found = weights.read(name, part)
+            assert torch.equal(found, weights.read(name)[part])
+            assert found.untyped_storage().nbytes() == found.nbytes
 
 
 def test_names_are_shown_escaped_and_short(tmp_path):

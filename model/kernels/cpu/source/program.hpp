@@ -1,6 +1,6 @@
 // Walks a program: ops in order, over rows of values in one piece of scratch memory.
 //
-// Between two attentions every row is computed by itself. A run of such ops is done by the whole
+// Between two attentions, or experts, every row is computed by itself. A run of such ops is done by the whole
 // team op by op; or, where there are enough rows, by each thread alone for some rows at a time, so
 // that what one op leaves for the next stays in the thread's own cache. Runs are as short as the
 // values allow, so that a run's weights stay there as well.
@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -140,6 +141,7 @@ inline void pick_experts(const T *scores, int64_t experts, int64_t used, bool no
     of_picked += *largest;
     *largest = -1;
   }
+  if (!(total <= std::numeric_limits<float>::max())) of_picked = total = NAN;  // it hides nothing
   for (int64_t n = 0; n < used; ++n) picked[n].share /= normalized ? of_picked : total;
 }
 
@@ -477,12 +479,12 @@ void attend_to(Team &team, const OpArguments &op, const StepArguments &step) {
   ::attend<T>(team, attend);
 }
 
-// Times are those of the first thread.
 // Whether an op is computed for all rows at once.
 inline bool concerns_all(const OpArguments &op) {
   return op.kind == kAttend || op.kind == kMixExperts;
 }
 
+// Times are those of the first thread.
 template <class T>
 void run(Team &team, const OpArguments *ops, int64_t count, const StepArguments &step) {
   PartTimes times(step.seconds);
