@@ -43,7 +43,7 @@ def test_sizes_take_thousands():
         (["--variants", "t5:fast"], "'t5:fast' is no bias form"),
         (
             ["--encodings", "rope,morse"],
-            "there is no encoding 'morse'; use some of alibi, forg",
+            "there is no encoding 'morse'; use some of alibi, cope, forg",
         ),
         (["--models", "a,,b"], "empty name"),
         (["--slo", "ttft=200"], "'ttft=200' is no objective"),

@@ -69,8 +69,8 @@ def compiled(compile, capability, *told):
     """Compiles what it is told to; Triton refuses what needs more than a GPU's shared memory."""
     lines = compile("compile_triton", capability, SHARED[capability], *told)
     # Splits, their merge, chunks; keys stored in both layouts or not rotated; norms; activations;
-    # draws; linear layers.
-    assert len(lines) == 3 + 3 + 2 + 4 + 1 + (0 if "float16" in told else 3)
+    # draws; linear layers; layers of experts.
+    assert len(lines) == 3 + 3 + 2 + 4 + 1 + (0 if "float16" in told else 3) + 2
 
 
 @pytest.mark.parametrize(
