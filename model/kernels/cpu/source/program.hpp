@@ -1,9 +1,9 @@
 // Walks a program: ops in order, over rows of values in one piece of scratch memory.
 //
-// Between two attentions, or experts, every row is computed by itself. A run of such ops is done by the whole
-// team op by op; or, where there are enough rows, by each thread alone for some rows at a time, so
-// that what one op leaves for the next stays in the thread's own cache. Runs are as short as the
-// values allow, so that a run's weights stay there as well.
+// Between two attentions, or mixtures of experts, every row is computed by itself. A run of such
+// ops is done by the whole team op by op; or, where there are enough rows, by each thread alone for
+// some rows at a time, so that what one op leaves for the next stays in the thread's own cache.
+// Runs are as short as the values allow, so that a run's weights stay there as well.
 
 #pragma once
 
