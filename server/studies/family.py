@@ -98,7 +98,7 @@ def train(
     try:
         texts = corpus.load(folder() / "corpus.npz")
         for each in wanted:
-            rehearse(each, Sizes().context)
+            rehearse(each, Sizes().context, compiled=pace.compile)
         for each in wanted:
             print(_train_one(each, recipe, texts, pace))
     except OSError as error:

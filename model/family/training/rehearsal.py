@@ -1,6 +1,9 @@
 """Checks in a second whether an encoding can be trained and evaluated, before hours of training."""
 
+import math
+
 import torch
+from torch import Tensor
 
 from ropewalk.model.config import ModelConfig
 from ropewalk.model.encodings.base import EncodingError, create, freeze_all
@@ -14,8 +17,10 @@ from ropewalk.model.formatting import where
 TOKENS = 32
 
 
-def rehearse(encoding: str, context: int) -> None:
+def rehearse(encoding: str, context: int, *, compiled: bool = False) -> None:
     """Run two training steps on a few tokens, then check the hooks near position `context`.
+
+    compiled: also as torch.compile traces a step, which must compute the same.
 
     Raises FamilyError, whatever a custom class raises.
     """
@@ -27,9 +32,19 @@ def rehearse(encoding: str, context: int) -> None:
         config = shape(encoding)
         decoder = new_decoder(config, 0, cpu)
         tokens = torch.arange(TOKENS + 1)[None]
-        for _ in range(2):  # the second must not be disturbed by what the first leaves behind
+
+        def loss() -> Tensor:
+            return token_losses(decoder, tokens).mean()
+
+        losses = [loss, loss]  # the second must not be disturbed by what the first leaves behind
+        if compiled:
+            losses.append(torch.compile(loss, backend="eager"))
+        found = []
+        for each in losses:
             refreeze(decoder)
-            torch.autograd.backward(token_losses(decoder, tokens).mean())
+            value = each()
+            torch.autograd.backward(value)
+            found.append(value.item())
         _at_length(config, context)
     except EncodingError as error:
         raise FamilyError(str(error)) from error
@@ -38,6 +53,11 @@ def rehearse(encoding: str, context: int) -> None:
             f"{encoding} cannot be trained ({where(error)}); docs/encodings.md says what a class "
             "must keep to"
         ) from error
+    if compiled and not math.isclose(found[-1], found[0], rel_tol=1e-5):
+        raise FamilyError(
+            f"{encoding} computes something else where torch.compile traces it; train it with "
+            "--no-compile"
+        )
     still = [name for name, each in decoder.program.named_parameters() if each.grad is None]
     if still:
         raise FamilyError(

@@ -102,6 +102,17 @@ def test_a_parameter_that_would_not_be_trained_is_named(own) -> None:
     assert "no gradient reaches encoding.slopes" in refused(own(freeze))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_torch_compile_sees_otherwise_is_found_out(own) -> None:
+    """While it traces, the bias is 0."""
+    seen = "TableBias(encoding.table * (not torch.compiler.is_compiling()))"
+    encoding = own(LEARNS, f"encoding.score_bias = lambda: {seen}")
+    rehearse(encoding, 4096)
+    with pytest.raises(FamilyError, match=r"something else where torch\.compile traces it"):
+        rehearse(encoding, 4096, compiled=True)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_gradients_are_not_left_to_the_caller() -> None:
-    rehearse("t5", 4096)
+    rehearse("t5", 4096, compiled=True)
     assert torch.is_grad_enabled()
