@@ -393,13 +393,18 @@ class Counted(NoPosition):
         vectors = self.weights[f"encoding.layers.{layer}.vector"]
         found, most = torch.zeros_like(scores), len(vectors) - 1
         for i in range(len(q)):
-            products = vectors @ q[i]
-            for j in range(len(q)):
-                gates = seen[i, j:] / (1 + (-scores[i, j:]).exp())
-                position = min(float(gates.sum()), most)
+            products, gates = (
+                (vectors @ q[i]).tolist(),
+                (seen[i] / (1 + (-scores[i]).exp())).tolist(),
+            )
+            counted, added = 0.0, []
+            for gate in reversed(gates):  # of later tokens 0
+                counted += gate
+                position = min(counted, most)
                 low, high = math.floor(position), math.ceil(position)
                 share = position - low
-                found[i, j] = (1 - share) * products[low] + share * products[high]
+                added.append((1 - share) * products[low] + share * products[high])
+            found[i] = torch.tensor(added[::-1], dtype=WIDE)
         return found
 
 
