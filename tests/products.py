@@ -5,8 +5,8 @@ from itertools import combinations, product
 import pytest
 
 
-def combined(*values, always):
-    """Every combination of the values, for `parametrize`.
+def combined(*values, always, possible=lambda *each: True):
+    """Every possible combination of the values, for `parametrize`.
 
     always: whether a combination also runs without `--full`.
     """
@@ -15,16 +15,21 @@ def combined(*values, always):
             *each, id="-".join(map(str, each)), marks=() if always(*each) else pytest.mark.full
         )
         for each in product(*values)
+        if possible(*each)
     ]
 
 
-def pairs(**axes):
-    """Every combination of the axes' values, as a decorator that parametrizes a test.
+def pairs(possible=lambda *each: True, **axes):
+    """Every possible combination of the axes' values, as a decorator that parametrizes a test.
 
     A usual run tests so many that any two values of different axes meet in one of them.
     """
     lists = [list(of) for of in axes.values()]
-    every = list(product(*(range(len(of)) for of in lists)))
+    every = [
+        each
+        for each in product(*(range(len(of)) for of in lists))
+        if possible(*(of[index] for of, index in zip(lists, each, strict=True)))
+    ]
     # Neighbours share most values, so that they are looked at in an order that jumps.
     every.sort(key=lambda each: (sum(each) % max(map(len, lists)), each))
     met, usual = set(), set()

@@ -10,12 +10,13 @@ from functools import cache, partial
 import pytest
 import torch
 
+from ropewalk.model.attention.base import spec_for, why_not_bias
 from ropewalk.model.encodings.base import freeze_all
 from tests.model import oracle
 from tests.model.in_8_bits import cache_by_hand
 from tests.model.paths import BLOCK, PATHS, four_ragged
 from tests.model.running import make_batch, new_cache, run_uncached
-from tests.model.tiny import ABSOLUTE, ENCODINGS, IN_KERNELS, on_kernels, parameters_of, tiny
+from tests.model.tiny import ABSOLUTE, CPU, ENCODINGS, IN_KERNELS, on_kernels, parameters_of, tiny
 from tests.products import combined, pairs
 
 WINDOWS = (None, 5, None)  # the second layer's is longer than a block, and no multiple of it
@@ -39,6 +40,11 @@ KINDS = ("alibi-rounded", "table", "t5-materialised", "rope-raw-scaled", "rope-b
 NO_OTHERS = KINDS[::2]  # whose like kernels/test_gpu_layers.py has not among its whole decoders
 
 
+def computes(backend, encoding):
+    """No kernel computes what depends on queries and keys together."""
+    return backend in IN_TORCH or encoding in IN_KERNELS
+
+
 def even(encoding):
     """Of every two encodings, the first: to take turns with."""
     return list(ENCODINGS).index(encoding) % 2 == 0
@@ -50,8 +56,6 @@ def made(backends):
 
     @cache
     def make(encoding, backend, dtype=torch.float64):
-        if backend not in IN_TORCH and encoding not in IN_KERNELS:
-            pytest.skip("no kernel computes it")
         return tiny(encoding, backends[backend], dtype, windows=WINDOWS)
 
     return make
@@ -113,7 +117,12 @@ def exactly_in_8_bits(encoding):
 
 
 # A backend sees how many rows of each request are in a step, not which path the step is of.
-@pairs(encoding=ENCODINGS, path=PATHS, backend=BACKENDS)
+@pairs(
+    encoding=ENCODINGS,
+    path=PATHS,
+    backend=BACKENDS,
+    possible=lambda encoding, path, backend: computes(backend, encoding),
+)
 def test_every_path_equals_one_uncached_pass(encoding, path, backend, made):
     check_path(made(encoding, backend), exactly(encoding), path)
 
@@ -129,6 +138,7 @@ def test_every_path_equals_one_uncached_pass(encoding, path, backend, made):
             (list(ENCODINGS).index(encoding) + 2 * BACKENDS.index(backend)) % len(PATHS)
             == list(PATHS).index(path)
         ),
+        possible=lambda encoding, path, backend: computes(backend, encoding),
     ),
 )
 def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, made):
@@ -148,6 +158,7 @@ def test_every_path_in_8_bits_equals_one_uncached_pass(encoding, path, backend, 
             backend == ("sdpa" if even(encoding) == (dtype == "float32") else "cpu")
             or (backend == "triton" and dtype == "float32" and encoding in NO_OTHERS)
         ),
+        possible=lambda encoding, dtype, backend: computes(backend, encoding),
     ),
 )
 def test_narrower_numbers_are_only_rounded(encoding, dtype, backend, made):
@@ -156,6 +167,16 @@ def test_narrower_numbers_are_only_rounded(encoding, dtype, backend, made):
     path = "prefill" if backend == "triton" else "ragged"
     uncached = exactly(encoding, narrow)
     check_rounding(made(encoding, backend, narrow), uncached, path, ROUNDED[dtype])
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_kernels_refuse_what_they_do_not_compute(encoding, backends):
+    """By the kind of bias: a server then takes another backend."""
+    decoder = tiny(encoding, dtype=torch.float32)
+    given = spec_for(decoder.config, torch.float32, CPU, decoder.encoding)
+    refused = backends["cpu"].why_not(given) or ""
+    assert refused == (why_not_bias(given) or "")  # which Triton's asks as well
+    assert ("does not know a bias of the kind" in refused) == (encoding not in IN_KERNELS)
 
 
 @pytest.mark.parametrize("encoding", [name for name in ENCODINGS if name != "table"])

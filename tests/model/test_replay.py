@@ -366,11 +366,12 @@ def replayed_without_values(encoding, backend, stored=torch.float32, **changes):
         always=lambda encoding, backend, stored: (
             even(encoding) == ((backend is SdpaAttention) == (stored is torch.int8))
         ),
+        possible=lambda encoding, backend, stored: (
+            backend is SdpaAttention or encoding in IN_KERNELS
+        ),
     ),
 )
 def test_a_replayed_step_asks_the_device_for_nothing(encoding, backend, stored, no_kernels):
-    if backend is TritonAttention and encoding not in IN_KERNELS:
-        pytest.skip("no kernel computes it")
     assert replayed_without_values(encoding, backend, stored).shape == (2, VOCABULARY)
 
 
