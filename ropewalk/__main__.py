@@ -2,6 +2,6 @@
 
 import sys
 
-from ropewalk.server.cli.main import main
+from ropewalk.server.cli.main import run
 
-sys.exit(main())
+sys.exit(run())

@@ -90,9 +90,12 @@ def one_thread():
 def _prepare(full):
     """Set up a process that runs tests, so that they start seconds sooner."""
     import hypothesis
-    import torch
 
     gc.disable()  # until all tests are collected: what is imported stays
+    with pytest.MonkeyPatch.context() as patch:
+        # OpenMP reads it when torch loads: a thread that spins for 10 ms keeps a core from others.
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        import torch
     # Every HTTP client would load the certificates of all authorities, which takes 90 ms. OpenSSL
     # looks one up in a folder only when a server shows its own.
     os.environ.pop("SSL_CERT_FILE", None)
