@@ -128,7 +128,7 @@ def pytest_collection_finish():
         if name.startswith(("torch.", "transformers.")):
             del loggers[name]
     gc.freeze()  # a million objects that later collections need not look at
-    gc.set_threshold(700, 10, 100)  # little of the garbage of tests lives until the third look
+    gc.set_threshold(20_000, 20, 100)  # little of the garbage of tests lives until the third look
     gc.enable()
 
 
