@@ -30,8 +30,8 @@ _ANYWHERE = (400, 404, 408, 421, 431, 500, 503)
 _WITH_BODY = (413, 415)
 _OF_ENGINE = (429, 504)
 _SHARED = (  # by few at a time
-    *("/tokenize", "/v1/messages/count_tokens", "/v1/cache/stream"),
-    *("/v1/positions/audit", "/v1/positions/explain"),
+    *("/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"),
+    *("/v1/cache/stream", "/v1/positions/audit", "/v1/positions/explain"),
 )
 _OF_KEPT = (403, 409)  # of what keeps sequences or continues them
 _KEPT, _KEEPING = "/v1/cache/sequences", ("/v1/completions", "/v1/chat/completions")

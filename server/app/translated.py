@@ -38,6 +38,12 @@ def translated_routes(serving: Serving) -> APIRouter:
         """A chat as OpenAI's Responses API writes it."""
         return await answer(request, (await load("responses")).TRANSLATOR)
 
+    @router.post("/v1/responses/input_tokens", **accepts("ResponsesBody"))
+    async def input_tokens(request: Request) -> Response:
+        """How many tokens the prompt of such a chat has."""
+        counted = await count(request, (await load("responses")).TRANSLATOR)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": counted})
+
     @router.post("/v1/messages", **accepts("MessagesBody", streams=True))
     async def messages(request: Request) -> Response:
         """A chat as Anthropic's Messages API writes it."""
@@ -46,12 +52,15 @@ def translated_routes(serving: Serving) -> APIRouter:
     @router.post("/v1/messages/count_tokens", **accepts("CountBody"))
     async def count_tokens(request: Request) -> Response:
         """How many tokens the prompt of such a chat has."""
-        api: Translator = (await load("messages")).COUNTER
+        counted = await count(request, (await load("messages")).COUNTER)
+        return JSONResponse({"input_tokens": counted})
+
+    async def count(request: Request, api: "Translator") -> int:
         sent, body, served = await read(request, api)
         with api.renamed():
             chat = await _beside(request, lambda: read_body(ChatBody, body.chat(sent)))
             prompt = await chat_prompt(chat, served, fits=False)
-        return JSONResponse({"input_tokens": len(prompt.tokens)})
+        return len(prompt.tokens)
 
     async def answer(request: Request, api: "Translator") -> Response:
         sent, body, served = await read(request, api)

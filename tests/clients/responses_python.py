@@ -18,6 +18,10 @@ model = os.environ["MODEL"]
 asked = {"model": model, "instructions": "Answer briefly.", "max_output_tokens": 16}
 first = client.responses.create(**asked, input="Name a river.", temperature=0)
 assert first.output_text and first.usage.output_tokens, first
+counted = client.responses.input_tokens.count(
+    model=model, instructions=asked["instructions"], input="Name a river."
+)
+assert counted.input_tokens == first.usage.input_tokens, (counted, first.usage)
 again = [{"role": "user", "content": "Name a river."}, *first.output]
 again.append({"role": "user", "content": [{"type": "input_text", "text": "And another?"}]})
 events = list(client.responses.create(**asked, input=again, stream=True))

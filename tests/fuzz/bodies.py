@@ -205,6 +205,10 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
         {**TRANSLATED, "system": _text, "stop_sequences": _several(_text, 4)},
     ),
+    "/v1/responses/input_tokens": (
+        {"model": MODEL, "input": _any(_text, _several(_any(_message, *map(_of, ITEMS)), 5))},
+        {"instructions": _text},
+    ),
     "/v1/messages/count_tokens": (
         {"model": MODEL, "messages": _several(_any(_message, *map(_of, TURNS)), 4)},
         {"system": _text},
@@ -257,7 +261,7 @@ ROUTES: Mapping[str, tuple[Mapping[str, Draw], Mapping[str, Draw]]] = {
         },
     ),
 }
-_WEIGHTS = (8, 6, 3, 4, 4, 1, 3, 3, 3, 0.2, 2, 0.5, 2, 0.3)
+_WEIGHTS = (8, 6, 3, 4, 4, 1, 1, 3, 3, 3, 0.2, 2, 0.5, 2, 0.3)
 
 
 def draw_stream(draw: Random) -> Stream:

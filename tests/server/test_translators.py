@@ -27,12 +27,14 @@ from tests.server.toy import (
     wait_for,
 )
 
-RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COUNT, COUNT_INPUT = f"{MESSAGES}/count_tokens", f"{RESPONSES}/input_tokens"
 USER = {"role": "user", "content": "hi"}
 BODIES = {
     RESPONSES: {"input": "hi", "max_output_tokens": 5},
     MESSAGES: {"messages": [USER], "max_tokens": 5},
     COUNT: {"messages": [USER]},
+    COUNT_INPUT: {"input": "hi"},
 }
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -278,13 +280,14 @@ def test_what_messages_ask_chat(given, asked):
         (MESSAGES, {"thread": {"type": "create"}}, "thread", "invalid_request_error"),
         (MESSAGES, {"model": "other"}, "model", "not_found_error"),
         (COUNT, {"messages": [3]}, "messages[0]", "invalid_request_error"),
+        (COUNT_INPUT, {"input": [3]}, "input[0]", "invalid_value"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named_as_the_client_knows_it(path, body, param, code):
     response = send(toy_app(), path, **body)
     error = response.json()["error"]
     assert response.status_code == (404 if "not_found" in code else 400)
-    if path == RESPONSES:
+    if path.startswith(RESPONSES):
         assert (error["param"], error["code"]) == (param, code)
     else:
         assert response.json()["type"] == "error" and error["type"] == code
@@ -642,6 +645,9 @@ def test_the_openai_package_reads_responses():
     ):
         first = client.responses.create(model="toy", input="hi", max_output_tokens=5)
         assert first.output_text == "Hello"
+        counted = client.responses.input_tokens.count(model="toy", input="hi")
+        assert counted.object == "response.input_tokens"
+        assert counted.input_tokens == first.usage.input_tokens
         again = [{"role": "user", "content": "hi"}, *first.output, {"role": "user", "content": "?"}]
         with client.responses.stream(
             model="toy", input=again, extra_body={"stop": [","]}
@@ -650,8 +656,10 @@ def test_the_openai_package_reads_responses():
         assert said == stream.get_final_response().output_text == "Hello"
 
 
-def test_prompts_that_are_too_long_are_counted():
+@pytest.mark.parametrize(("path", "count"), [(MESSAGES, COUNT), (RESPONSES, COUNT_INPUT)])
+def test_prompts_that_are_too_long_are_counted(path, count):
     """It is by the count that a client learns so."""
-    long = {"messages": [{"role": "user", "content": "a" * 3 * CONTEXT}]}
-    assert send(toy_app(), COUNT, **long).json()["input_tokens"] > 3 * CONTEXT
-    assert send(toy_app(), MESSAGES, **long).status_code == 400
+    said = "a" * 3 * CONTEXT
+    long = {"messages": [USER | {"content": said}]} if path == MESSAGES else {"input": said}
+    assert send(toy_app(), count, **long).json()["input_tokens"] > 3 * CONTEXT
+    assert send(toy_app(), path, **long).status_code == 400
