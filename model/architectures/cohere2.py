@@ -10,7 +10,7 @@ from ropewalk.model.architectures.common import LLAMA_CPP, TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, Like, by
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.rotation import ROTATED
-from ropewalk.model.config import EncodingSpec, ModelConfig
+from ropewalk.model.config import ModelConfig
 from ropewalk.model.weights.base import WeightFile
 
 
@@ -20,6 +20,7 @@ class Cohere2(GatedDecoder):
     gguf_name = "cohere2"
     names = replace(stored.HUGGING_FACE, mlp_norm=None)
     gguf_names = replace(stored.GGUF, mlp_norm=None)
+    adjacent = True
     norm_eps = "layer_norm_eps"
     gguf_norm_eps = "attention.layer_norm_epsilon"
     # Of the training code; its `rotary_pct` is read.
@@ -79,11 +80,4 @@ class Cohere2(GatedDecoder):
 
 
 def _cohere(config: ModelConfig, factor: float) -> ModelConfig:
-    rope = config.encoding
-    return replace(
-        config,
-        norm="layer",
-        block="parallel_one_norm",
-        encoding=EncodingSpec(rope.name, rope.options | {"layout": "interleaved"}),
-        logit_scale=factor,
-    )
+    return replace(config, norm="layer", block="parallel_one_norm", logit_scale=factor)

@@ -39,6 +39,7 @@ class GatedDecoder(Architecture):
     gguf_inside: str = "feed_forward_length"
     gguf_norm_eps: str = "attention.layer_norm_rms_epsilon"
     gguf_pairs: bool = False  # q and k rows of GGUF are permuted: rotated pairs are adjacent
+    adjacent: bool = False  # rotated pairs are adjacent in both formats
     harmless: ClassVar[frozenset[str]] = frozenset()  # further keys without effect on logits
     adopted: str | None = None  # the family's own code, since integrated into transformers
     rope_kinds: ClassVar[Mapping[str, str]] = rotation.KINDS
@@ -48,10 +49,6 @@ class GatedDecoder(Architecture):
         "attention.head_count_kv": Default(Like("attention.head_count"), LLAMA_CPP),
     }
     derived = re.compile("|".join([rotation.TABLE, *map(re.escape, rotation_gguf.ROPE_TENSORS)]))
-
-    def head_dim(self, fields: Fields) -> int | None:
-        """From config.json; None means width / heads."""
-        return fields.optional_integer("head_dim", Most.HEAD_DIM)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         """(q, k and v; attention output; feed-forward), from config.json."""
@@ -107,11 +104,12 @@ class GatedDecoder(Architecture):
         layers = fields.integer("num_hidden_layers", Most.LAYERS)
         heads = fields.integer("num_attention_heads", Most.HEADS)
         kv_heads = fields.integer("num_key_value_heads", heads, null=heads)
-        head_dim = _head_dim(fields, self.head_dim(fields), width, heads, kv_heads)
+        read = fields.integer if "head_dim" in self.absent else fields.optional_integer
+        head_dim = _head_dim(fields, read("head_dim", Most.HEAD_DIM), width, heads, kv_heads)
         tied = fields.flag("tie_word_embeddings")
         qkv_bias, out_bias, mlp_bias = self.biases(fields)
         context = fields.integer("max_position_embeddings", Most.CONTEXT)
-        encoding = self.rope(fields, head_dim, context, layers)
+        encoding = self._laid_out(self.rope(fields, head_dim, context, layers))
         config = ModelConfig(
             vocab_size=fields.integer("vocab_size", Most.VOCAB),
             hidden_size=width,
@@ -150,7 +148,7 @@ class GatedDecoder(Architecture):
         if value_dim not in (None, head_dim):
             raise fields.error("attention.value_length differs from attention.key_length")
         context = fields.integer(own + "context_length", Most.CONTEXT)
-        encoding = self.rope_in_gguf(fields, weights, head_dim, context, layers)
+        encoding = self._laid_out(self.rope_in_gguf(fields, weights, head_dim, context, layers))
         if self.gguf_pairs:  # the layout's name, where a file gives it
             layout = fields.text(own + "tensor_data_layout")
             if layout not in (None, "Meta AI original pth"):
@@ -177,6 +175,11 @@ class GatedDecoder(Architecture):
         )
         fields.finish(harmless_in_gguf(own))
         return config
+
+    def _laid_out(self, rope: EncodingSpec) -> EncodingSpec:
+        if not self.adjacent:
+            return rope
+        return replace(rope, options=rope.options | {"layout": "interleaved"})
 
     def parameters_in_hf(self, config: ModelConfig, names: frozenset[str]) -> stored.Parameters:
         return stored.decoder(config, self._names(names), norm_order=self.norm_order)

@@ -76,9 +76,6 @@ class Gemma2(GatedDecoder):
         **{"attention.sliding_window": 4096},
     )
 
-    def head_dim(self, fields: Fields) -> int | None:
-        return fields.integer("head_dim", Most.HEAD_DIM)
-
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         attention = bool(fields.flag("attention_bias"))
         return attention, attention, False

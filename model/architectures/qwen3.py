@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ropewalk.model.architectures import kinds
-from ropewalk.model.architectures.common import TRANSFORMERS, Most
+from ropewalk.model.architectures.common import TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, by
 from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.qwen2 import Qwen2
@@ -15,9 +15,6 @@ class Qwen3(GatedDecoder):
     gguf_name = "qwen3"
     qk_norm = True
     absent: ClassVar[Absent] = Qwen2.absent | by(TRANSFORMERS, head_dim=128)
-
-    def head_dim(self, fields: Fields) -> int | None:
-        return fields.integer("head_dim", Most.HEAD_DIM)
 
     def biases(self, fields: Fields) -> tuple[bool, bool, bool]:
         attention = bool(fields.flag("attention_bias"))

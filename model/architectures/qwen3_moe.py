@@ -5,7 +5,6 @@ from typing import ClassVar
 from ropewalk.model.architectures import experts
 from ropewalk.model.architectures.common import TRANSFORMERS
 from ropewalk.model.architectures.fields import Absent, Fields, by
-from ropewalk.model.architectures.gated import GatedDecoder
 from ropewalk.model.architectures.qwen3 import Qwen3
 from ropewalk.model.architectures.rotation import ROTATED
 from ropewalk.model.config import Experts
@@ -38,9 +37,6 @@ class Qwen3MoE(Qwen3):
             *("sliding_window", "max_window_layers"),  # without use_sliding_window
         }
     )
-
-    def head_dim(self, fields: Fields) -> int | None:
-        return GatedDecoder.head_dim(self, fields)
 
     def windows(self, fields: Fields, layers: int) -> tuple[int | None, ...]:
         return (None,) * layers

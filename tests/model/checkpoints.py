@@ -68,6 +68,17 @@ def smollm3(**changes):
     return transformers.SmolLM3Config(**COMMON | shape | more | changes)
 
 
+def ernie4_5(**changes):
+    shape = {"hidden_size": 40, "intermediate_size": 64, "num_attention_heads": 6, "head_dim": 16}
+    return transformers.Ernie4_5Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
+
+
+def helium(**changes):
+    """A key head for each query head."""
+    shape = {"hidden_size": 60, "intermediate_size": 40, "num_attention_heads": 5, "head_dim": 12}
+    return transformers.HeliumConfig(**COMMON | shape | {"num_key_value_heads": 5} | changes)
+
+
 def starcoder2(**changes):
     """Two key heads for six query heads."""
     shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}

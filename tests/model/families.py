@@ -10,12 +10,14 @@ import transformers
 from tests.model import plain
 from tests.model.checkpoints import (
     cohere2,
+    ernie4_5,
     exaone4,
     gemma2,
     gemma3,
     granite,
     granite4,
     granitemoe,
+    helium,
     llama,
     mistral,
     mixtral,
@@ -109,6 +111,13 @@ GATED = {
     "phi3-partial": row(
         phi3(**rope("default", partial_rotary_factor=0.5), num_key_value_heads=1), "gguf", **SCALED
     ),
+    "ernie4_5": row(ernie4_5(), "gguf"),
+    "ernie4_5-biases": row(ernie4_5(use_bias=True, tie_word_embeddings=False), "gguf"),
+    "ernie4_5-llama3": row(
+        ernie4_5(**rope("llama3", **BANDS, original_max_position_embeddings=ORIGINAL)), **SCALED
+    ),
+    "helium": row(helium()),
+    "helium-biases": row(helium(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "smollm3": row(smollm3(), "gguf", answer=32, **SCALED),
     "smollm3-named-layers": row(
         smollm3(no_rope_layers=[0, 1, 0, 0, 1], tie_word_embeddings=False), **SCALED

@@ -42,11 +42,13 @@ LONGROPE = {"type": "longrope", "short_factor": [1.5] * 48, "long_factor": [3.0]
 # Where keys count that usually do not.
 CASES = {
     "cohere2": {"rope_scaling": LLAMA3},
+    "ernie4_5": {"rope_scaling": LLAMA3},
     "exaone4": {"rope_scaling": LLAMA3},
     "gpt_neox": {"rope_scaling": LLAMA3},
     "granite": {"rope_scaling": LLAMA3},
     "granitemoe": {"rope_scaling": LLAMA3},
     "granitemoehybrid": {"rope_scaling": LLAMA3},
+    "helium": {"rope_scaling": LLAMA3},
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"rope_scaling": LLAMA3},
     "mixtral": {"rope_scaling": LLAMA3},
