@@ -94,6 +94,10 @@ class Fields:
         self._read.add(key)
         return self._values.get(key)
 
+    def defines(self, key: str) -> bool:
+        """Whether the family says what it means that the key is absent."""
+        return key in self._absent
+
     def default(self, key: str) -> object:
         """What it means that the key is absent. Raises CheckpointError."""
         meaning = self._absent.get(key)

@@ -104,7 +104,7 @@ class GatedDecoder(Architecture):
         layers = fields.integer("num_hidden_layers", Most.LAYERS)
         heads = fields.integer("num_attention_heads", Most.HEADS)
         kv_heads = fields.integer("num_key_value_heads", heads, null=heads)
-        read = fields.integer if "head_dim" in self.absent else fields.optional_integer
+        read = fields.integer if fields.defines("head_dim") else fields.optional_integer
         head_dim = _head_dim(fields, read("head_dim", Most.HEAD_DIM), width, heads, kv_heads)
         tied = fields.flag("tie_word_embeddings")
         qkv_bias, out_bias, mlp_bias = self.biases(fields)

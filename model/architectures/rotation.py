@@ -67,11 +67,9 @@ def rope_from_hf(
     latter may be less than 1. transformers rotates whole heads of some families whatever it says,
     and other programs do not, so it is refused there.
     """
-    base = fields.optional_number("rope_theta")
-    share = fields.optional_number("partial_rotary_factor")
-    if older is not None:
-        base = _agreed(fields, older[0], base)
-        share = _agreed(fields, older[1], share)
+    theta, part = older or ("rope_theta", "partial_rotary_factor")
+    base = _agreed(fields, theta, fields.optional_number("rope_theta"))
+    share = _agreed(fields, part, fields.optional_number("partial_rotary_factor"))
     original = fields.optional_integer(ORIGINAL, Most.CONTEXT)
     sections, stated = [], set()
     for key in ("rope_parameters", "rope_scaling"):
@@ -88,9 +86,9 @@ def rope_from_hf(
         raise fields.error("rope_parameters and rope_scaling have different types")
     # Only now, when every spelling has been looked at, it is absent.
     if base is None:
-        base = fields.number("rope_theta" if older is None else older[0])
-    if share is None and older is not None:
-        share = fields.number(older[1])
+        base = fields.number(theta)
+    if share is None and fields.defines(part):
+        share = fields.number(part)
     if share is not None and share > 1:
         raise fields.error(f"partial_rotary_factor must be at most 1, not {share}")
     if share not in (None, 1.0) and not partly and "proportional" not in stated:

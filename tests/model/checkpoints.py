@@ -73,6 +73,13 @@ def ernie4_5(**changes):
     return transformers.Ernie4_5Config(**COMMON | shape | {"num_key_value_heads": 2} | changes)
 
 
+def glm4(**changes):
+    """Three query heads for each key head; half of each rotates."""
+    shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 6, "head_dim": 16}
+    more = {"num_key_value_heads": 2, "rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+    return transformers.Glm4Config(**COMMON | shape | more | changes)
+
+
 def helium(**changes):
     """A key head for each query head."""
     shape = {"hidden_size": 60, "intermediate_size": 40, "num_attention_heads": 5, "head_dim": 12}
@@ -376,6 +383,8 @@ def describe_gated(writer, config):
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if config.model_type == "glm4":
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if config.model_type in ("llama", "mistral"):
         writer.add_vocab_size(config.vocab_size)
         writer.add_rope_dimension_count(head_dim)

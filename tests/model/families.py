@@ -14,6 +14,7 @@ from tests.model.checkpoints import (
     exaone4,
     gemma2,
     gemma3,
+    glm4,
     granite,
     granite4,
     granitemoe,
@@ -116,6 +117,9 @@ GATED = {
     "ernie4_5-llama3": row(
         ernie4_5(**rope("llama3", **BANDS, original_max_position_embeddings=ORIGINAL)), **SCALED
     ),
+    "glm4": row(glm4(), "gguf"),
+    "glm4-tied-no-biases": row(glm4(attention_bias=False, tie_word_embeddings=True), "gguf"),
+    "glm4-yarn": row(glm4(**rope("yarn", **YARN, partial_rotary_factor=0.25)), **SCALED),
     "helium": row(helium()),
     "helium-biases": row(helium(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "smollm3": row(smollm3(), "gguf", answer=32, **SCALED),
