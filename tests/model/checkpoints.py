@@ -100,6 +100,11 @@ def cohere2(**changes):
     return transformers.Cohere2Config(**COMMON | shape | more | changes)
 
 
+def gemma(**changes):
+    shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "head_dim": 14}
+    return transformers.GemmaConfig(**COMMON | shape | {"num_key_value_heads": 1} | changes)
+
+
 def gemma2(**changes):
     """Every other layer sees all keys; caps low enough to bend what they cap."""
     shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 4, "head_dim": 14}
@@ -268,7 +273,7 @@ def stored_values(name, values, config):
     if "query_key_value" in name:  # head by head in transformers, all of q first in GGUF
         parts = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
         return parts.swapaxes(0, 1).reshape(values.shape)
-    if config.model_type in ("gemma2", "gemma3_text") and "norm" in name:
+    if config.model_type in ("gemma", "gemma2", "gemma3_text") and "norm" in name:
         return 1 + values
     if config.model_type == "gpt2" and re.search(r"\.c_\w+\.weight$", name):
         return values.T  # stored the other way round by transformers

@@ -12,6 +12,7 @@ from tests.model.checkpoints import (
     cohere2,
     ernie4_5,
     exaone4,
+    gemma,
     gemma2,
     gemma3,
     glm4,
@@ -161,6 +162,10 @@ GATED = {
     "cohere2-biases-untied": row(
         cohere2(attention_bias=True, tie_word_embeddings=False, num_key_value_heads=None),
         "one call",
+    ),
+    "gemma": row(gemma(), "gguf", answer=32),
+    "gemma-biases-untied": row(
+        gemma(attention_bias=True, tie_word_embeddings=False, hidden_act="gelu"), *ALL
     ),
     "gemma2": row(gemma2(), "gguf", *ALL, answer=32),
     "gemma2-biases-untied-uncapped": row(

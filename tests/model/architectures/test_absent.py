@@ -44,6 +44,7 @@ CASES = {
     "cohere2": {"rope_scaling": LLAMA3},
     "ernie4_5": {"rope_scaling": LLAMA3},
     "exaone4": {"rope_scaling": LLAMA3},
+    "gemma": {"rope_scaling": LLAMA3},
     "glm4": {"rope_scaling": LLAMA3},
     "gpt_neox": {"rope_scaling": LLAMA3},
     "granite": {"rope_scaling": LLAMA3},

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, in both formats."""
+"""Gemma: what its three versions read, in both formats."""
 
 from dataclasses import replace
 
@@ -159,3 +159,13 @@ def test_gguf_of_gemma_3(own, expected):
     tensors = {"token_embd.weight": (99, own.get("embedding_length", 48))}
     found = from_gguf("gemma3", tensors, **own)
     assert found == replace(EXPECTED_GGUF["gemma3"], **expected)
+
+
+@pytest.mark.parametrize("key", ["hidden_act", "hidden_activation"])
+def test_the_first_has_one_activation_whatever_it_calls_it(key):
+    stated = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "head_dim": 8}
+    stated["hidden_act"] = None
+    for name in ("gelu", "gelu_pytorch_tanh", None):
+        assert hf("llama", **stated | {key: name}).activation == "gelu_tanh"
+    for wrong in ({key: "silu"}, {"use_bidirectional_attention": True}):
+        refused(*wrong, "llama", **stated | wrong)
