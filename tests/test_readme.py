@@ -188,9 +188,8 @@ def test_chat_streams_from_the_running_server(address: str) -> None:
     question = next(shlex.split(line)[-1] for line in OTHERS if "chat --stats" in line)
     command = [sys.executable, "-m", "ropewalk", "chat", "--stats", question]
     variables = {**os.environ, "ROPEWALK_PORT": port, "ROPEWALK_CHAT_MAX_TOKENS": "12"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
-    )
+    quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=ROOT, env=variables, timeout=60, **quiet)
     assert done.returncode == 0, done.stderr
     answer, stats = done.stdout.rsplit("\n(", 1)
     assert len(answer.split()) > 5

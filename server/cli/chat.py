@@ -5,6 +5,8 @@ where that listens is shared with it. No torch.
 """
 
 import io
+import os
+import stat
 import sys
 from functools import partial
 from typing import Any
@@ -25,7 +27,12 @@ SETTINGS = (
     Setting("Server", "--api-key", "API key to send with every request"),
     _server("--timeout", "longest silence before giving up", seconds(1, 86400), 300),
     _answer("--system", "system message at the start of the conversation"),
-    _answer("--max-tokens", "longest answer, in tokens", count(1, 1 << 24), 512),
+    _answer(
+        "--max-tokens",
+        "longest answer, in tokens",
+        count(1, 1 << 24),
+        shown=f"{conversation.USUAL_TOKENS}, or as many as fit",
+    ),
     _answer(
         "--temperature", "sampling temperature; 0: always the most likely token", number(0, 2), 0.3
     ),
@@ -42,7 +49,10 @@ SETTINGS = (
 
 @click.command(cls=Command, params=[*SETTINGS], epilog=conversation.HELP)
 @click.argument(
-    "question", required=False, metavar="[QUESTION]", help="ask this one question and exit"
+    "question",
+    required=False,
+    metavar="[QUESTION]",
+    help="ask this one question, with the text that is piped in, and exit",
 )
 @click.pass_context
 def chat(ctx: click.Context, /, question: str | None, **values: Any) -> int:
@@ -60,8 +70,18 @@ def chat(ctx: click.Context, /, question: str | None, **values: Any) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not be able to show everything
         sys.stdout.reconfigure(errors="replace")
     if question is not None:
-        return conversation.ask(options, question, sys.stdout)
+        return conversation.ask(options, question + _piped(), sys.stdout)
     if not sys.stdin.isatty():
         return conversation.converse(options, iter(sys.stdin), sys.stdout, greet=False)
     lines = conversation.typed_lines(download.home() / "chat_history")
     return conversation.converse(options, lines, sys.stdout, greet=True)
+
+
+def _piped() -> str:
+    """What a file or another program gives to standard input, after an empty line."""
+    try:
+        kind = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # closed, or none
+        return ""
+    text = sys.stdin.read().strip() if stat.S_ISFIFO(kind) or stat.S_ISREG(kind) else ""
+    return f"\n\n{text}" if text else ""

@@ -6,6 +6,7 @@ Knows the server only through its API, like any other client.
 import http.client
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ in the conversation:
 Ctrl-C stops an answer or clears the line, and exits when the line is empty."""
 
 LEAVE = ("/quit", "/exit")
+USUAL_TOKENS = 512  # the longest answer, where none is asked for and it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,16 @@ class Answer:
     text: str = ""
     finish: str | None = None
     tokens: int | None = None  # sent with the last chunk
-    first_s: float | None = None  # until the first text
+    first_s: float | None = None  # until the first text, or thought
     total_s: float = 0.0
 
 
 class Refused(CommandError):
     """The server answered with an error, whose text this is."""
+
+
+class TooLong(Refused):
+    """Prompt and answer do not fit the context."""
 
 
 class Client:
@@ -63,12 +69,20 @@ class Client:
     def __init__(self, options: ChatOptions) -> None:
         self.options = options
 
-    def models(self) -> list[str]:
-        """Those that are loaded first."""
+    def first_model(self) -> str:
+        """The first that can chat, if possible of those that are loaded. Raises CommandError."""
         with self._request("GET", "/v1/models", None) as response:
             entries = json.loads(response.read())["data"]
-        entries.sort(key=lambda entry: entry.get("status") == {"value": "unloaded"})
-        return [entry["id"] for entry in entries]
+        if not entries:
+            raise CommandError("the server lists no model; start it with ropewalk serve MODEL")
+        able = [entry for entry in entries if entry.get("chat", True)]
+        if not able:
+            raise CommandError(
+                "no model of the server has a chat template; send a text to /v1/completions, or "
+                "start it with one that has, as ropewalk serve smollm2"
+            )
+        first = min(able, key=lambda entry: entry.get("status") == {"value": "unloaded"})
+        return str(first["id"])
 
     def stream(self, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """The chunks of a chat completion. Closing the iterator ends the request."""
@@ -98,7 +112,7 @@ class Client:
             connection.request(method, server.prefix + path, data, headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise Refused(_refusal(response.status, response.read()))
+                raise _refusal(response.status, response.read())
             yield response
 
 
@@ -132,6 +146,8 @@ class Chat:
         finally:
             printed.end()
         self.messages.append({"role": "assistant", "content": answer.text})
+        if answer.finish == "length":
+            print("(cut off: the answer is as long as --max-tokens allows)", file=sys.stderr)
         if self._client.options.stats:
             print_line(f"({stats_line(answer)})", self._out)
         return answer
@@ -142,19 +158,34 @@ class Chat:
             "messages": self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "max_tokens": USUAL_TOKENS,
             **self._client.options.sampling,
         }
         start = time.monotonic()
-        for chunk in self._client.stream(body):
+        for chunk in self._chunks(body):
             if usage := chunk.get("usage"):
                 answer.tokens = usage["completion_tokens"]
             for entry in chunk["choices"]:
                 answer.finish = entry.get("finish_reason") or answer.finish
-                if piece := entry["delta"].get("content"):
+                thought = entry["delta"].get("reasoning_content")
+                piece = entry["delta"].get("content")
+                if thought or piece:
                     answer.first_s = answer.first_s or time.monotonic() - start
+                if thought:
+                    printed.add(thought, faint=True)
+                if piece:
                     answer.text += piece
                     printed.add(piece)
             answer.total_s = time.monotonic() - start
+
+    def _chunks(self, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._client.stream(body)
+        except TooLong:
+            if "max_tokens" in self._client.options.sampling:
+                raise
+            rest = {name: value for name, value in body.items() if name != "max_tokens"}
+            yield from self._client.stream(rest)
 
 
 def ask(options: ChatOptions, question: str, out: TextIO) -> int:
@@ -187,7 +218,7 @@ def converse(options: ChatOptions, lines: Iterator[str], out: TextIO, *, greet: 
 
 def _chat(options: ChatOptions, out: TextIO) -> Chat:
     client = Client(options)
-    return Chat(client, options.model or _first_model(client), out)
+    return Chat(client, options.model or client.first_model(), out)
 
 
 def typed_lines(history: Path) -> Iterator[str]:
@@ -269,17 +300,12 @@ def _command(chat: Chat, words: str) -> str:
     return f"{name} is not a command; {hint}"
 
 
-def _first_model(client: Client) -> str:
-    models = client.models()
-    if not models:
-        raise CommandError("the server lists no model; start it with ropewalk serve MODEL")
-    return models[0]
-
-
-def _refusal(status: int, body: bytes) -> str:
+def _refusal(status: int, body: bytes) -> Refused:
     try:
-        message = json.loads(body)["error"]["message"]
+        error = json.loads(body)["error"]
+        message, code = error["message"], error.get("code")
     except (ValueError, LookupError, TypeError):
-        return f"the server answered {status}; is this a Ropewalk or OpenAI server?"
+        return Refused(f"the server answered {status}; is this a Ropewalk or OpenAI server?")
     key = "; give the key with --api-key or ROPEWALK_API_KEY" if status == 401 else ""
-    return f"the server answered {status}: {printable(message)}{key}"
+    kind = TooLong if code == "context_length_exceeded" else Refused
+    return kind(f"the server answered {status}: {printable(message)}{key}")

@@ -31,10 +31,16 @@ class Printed:
         self._out = out
         self._wraps = out.isatty()
         self._held = ""
+        self._faint = False
         self._last = "\n"
         self._column = 0
 
-    def add(self, piece: str) -> None:
+    def add(self, piece: str, *, faint: bool = False) -> None:
+        """faint: a model's thoughts, which only a terminal shows."""
+        if faint and not self._wraps:
+            return
+        if faint != self._faint:
+            self._turn(faint)
         text = printable(piece)
         if not self._wraps:
             self._last = (self._last + text)[-1]
@@ -50,12 +56,22 @@ class Printed:
 
     def end(self) -> None:
         """Prints what was held back, and ends the line."""
+        self._end_line()
+        if self._faint:
+            self._turn(False)
+        self._out.flush()
+
+    def _turn(self, faint: bool) -> None:
+        self._end_line()
+        self._faint = faint
+        self._out.write("\x1b[2m" if faint else "\x1b[0m")
+
+    def _end_line(self) -> None:
         if self._held:
             self._place(self._held)
             self._held = ""
         if self._last != "\n":
             self._write("\n")
-        self._out.flush()
 
     def _place(self, text: str) -> None:
         """A word and the spaces after it: on this line if the word fits, else on the next."""

@@ -28,6 +28,7 @@ from ropewalk.server.cli.conversation import (
 )
 from ropewalk.server.errors import CommandError
 from tests.server.fake_server import events, serving
+from tests.server.test_printing import Terminal
 
 
 def options(url: str, **changes: object) -> ChatOptions:
@@ -171,13 +172,13 @@ def test_no_server_names_the_next_step() -> None:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         with pytest.raises(CommandError, match=f"no answer from {url}.*ropewalk serve"):
-            Client(options(url)).models()
+            Client(options(url)).first_model()
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_address_may_end_in_v1(suffix: str) -> None:
     with serving(talkative) as seen:
-        assert Client(options(seen.url + suffix)).models() == ["first", "second"]
+        assert Client(options(seen.url + suffix)).first_model() == "first"
     assert seen.paths == ["/v1/models"]
 
 
@@ -196,6 +197,72 @@ def test_interrupt_keeps_the_half_answer_and_ends_the_request() -> None:
     assert answer.finish == "interrupted"
     assert chat.messages[-1] == {"role": "assistant", "content": "half"}
     assert out.getvalue() == "half\n"
+
+
+def test_thoughts_are_faint_on_a_terminal_and_nowhere_else() -> None:
+    def thinking(path, body):
+        if path == "/v1/models":
+            return talkative(path, body)
+        thoughts = [delta(reasoning_content=each) for each in ("They said ", "hello.")]
+        return 200, events(*thoughts, delta(content="Hello!"))
+
+    with serving(thinking) as seen:
+        for out, shown in (
+            (Terminal(), "\x1b[2mThey said hello.\n\x1b[0mHello!\n"),
+            (io.StringIO(), "Hello!\n"),
+        ):
+            ask(options(seen.url), "hello", out)
+            assert out.getvalue() == shown
+
+
+def test_an_answer_that_is_cut_off_is_said_to_be(capsys) -> None:
+    def cut(path, body):
+        last = {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+        return talkative(path, body) if "models" in path else (200, events(last))
+
+    with serving(cut) as seen:
+        ask(options(seen.url), "hello", io.StringIO())
+    assert "--max-tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("asked", "tries"), [({}, [512, None]), ({"max_tokens": 9}, [9])])
+def test_the_usual_length_is_less_where_less_fits(asked, tries) -> None:
+    def full(path, body):
+        if path == "/v1/models" or "max_tokens" not in body:
+            return talkative(path, body)
+        error = {"code": "context_length_exceeded", "message": "too long"}
+        return 400, json.dumps({"error": error}).encode()
+
+    with serving(full) as seen:
+        if asked:
+            with pytest.raises(Refused, match="too long"):
+                ask(options(seen.url, sampling=asked), "hello", io.StringIO())
+        else:
+            ask(options(seen.url, sampling=asked), "hello", io.StringIO())
+    assert [body.get("max_tokens") for body in seen.bodies[1:]] == tries
+
+
+@pytest.mark.parametrize(
+    ("entries", "asked"),
+    [
+        ([{"id": "a", "chat": False}, {"id": "b", "chat": True}], "b"),
+        ([{"id": "a", "status": {"value": "unloaded"}}, {"id": "b", "chat": True}], "b"),
+        ([{"id": "a", "status": {"value": "unloaded"}}, {"id": "b", "chat": False}], "a"),
+        ([{"id": "a", "chat": False}], None),
+    ],
+)
+def test_a_model_that_can_chat_is_asked(entries, asked) -> None:
+    def listing(path, body):
+        listed = 200, json.dumps({"data": entries}).encode()
+        return listed if path == "/v1/models" else talkative(path, body)
+
+    with serving(listing) as seen:
+        if asked is None:
+            with pytest.raises(CommandError, match="chat template"):
+                ask(options(seen.url), "hello", io.StringIO())
+        else:
+            ask(options(seen.url), "hello", io.StringIO())
+            assert seen.bodies[1]["model"] == asked
 
 
 def test_stats() -> None:

@@ -54,12 +54,11 @@ def sentence(capsys: pytest.CaptureFixture[str]) -> str:
     return said.err
 
 
-def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, piped: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ropewalk", *arguments]
     variables = {"PATH": os.environ["PATH"], **environ}
-    return subprocess.run(
-        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60, check=False
-    )
+    captured = {"capture_output": True, "text": True, "input": piped}
+    return subprocess.run(command, cwd=ROOT, env=variables, timeout=60, check=False, **captured)
 
 
 def test_serve_hands_the_configuration_over(built, monkeypatch) -> None:
@@ -175,10 +174,21 @@ def test_chat_reads_its_options(monkeypatch, capsys) -> None:
     (first, question), (second, nothing) = calls
     assert (question, nothing) == ("why?", None)
     assert first.server.url == "http://127.0.0.1:9000"
-    assert first.sampling == {"max_tokens": 512, "temperature": 0.0}
+    assert first.sampling == {"temperature": 0.0}
     assert first.stats and not second.stats
     assert second.server.url == "http://there"
     assert (first.api_key, "secret" in repr(first)) == ("secret", False)
+
+
+def test_a_question_takes_the_text_that_is_piped_in() -> None:
+    def answer(path, body):
+        return 200, events({"choices": [{"delta": {"content": "Yes."}}]})
+
+    with serving(answer) as seen:
+        for piped, asked in ((" a report\n", "Well?\n\na report"), ("", "Well?")):
+            arguments = ["chat", "Well?", "--url", seen.url, "--model", "m"]
+            assert run(*arguments, piped=piped).stdout == "Yes.\n"
+            assert seen.bodies[-1]["messages"][-1]["content"] == asked
 
 
 def test_a_terminal_that_lacks_a_letter_gets_a_question_mark() -> None:

@@ -51,14 +51,14 @@ def test_address_of_a_unix_socket(url: str, path: str) -> None:
     assert address(url).path == path
 
 
-def ask(url: str, certificate: Path | None = None) -> list[str]:
-    """The models and a streamed answer, as `ropewalk chat` gets them."""
+def ask(url: str, certificate: Path | None = None) -> str:
+    """The model and a streamed answer, as `ropewalk chat` gets them."""
     options = ChatOptions(address(url, certificate), None, None, None, {}, 10.0, False)
     client = Client(options)
     body = {"model": "toy", "messages": [{"role": "user", "content": "a"}], "stream": True}
     chunks = list(client.stream({**body, "max_tokens": 3}))
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-    return client.models()
+    return client.first_model()
 
 
 def test_a_unix_socket(tmp_path: Path, capsys) -> None:
@@ -66,7 +66,7 @@ def test_a_unix_socket(tmp_path: Path, capsys) -> None:
     before = os.umask(0o027)
     try:
         with running(toy_app(), path=path) as (url, _):
-            assert ask(url) == ask(f"unix://{path}") == ["toy"]
+            assert ask(url) == ask(f"unix://{path}") == "toy"
             assert main.main(["health", "--uds", str(path)]) == 0
             assert main.main(["health", "--ready", "--url", url]) == 0
             assert stat.S_IMODE(path.stat().st_mode) == 0o750
@@ -92,7 +92,7 @@ def secure(certificate):
 def test_https_with_a_certificate_that_is_named(secure, certificate, capsys) -> None:
     port = secure.rsplit(":", 1)[1]
     assert secure.startswith("https://127.0.0.1:")
-    assert ask(secure, certificate[0]) == ["toy"]
+    assert ask(secure, certificate[0]) == "toy"
     flags = ["--port", port, "--ssl-certfile", str(certificate[0])]
     assert main.main(["health", *flags]) == 0
     assert f"{secure}/health/live answered 200" in capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_an_issuers_certificate_vouches_for_the_servers(tmp_path) -> None:
     """Also where the name is another, since a proxy or a container has names of its own."""
     certificate, key, issuer = issued(tmp_path, "DNS:chat.example")
     with running(toy_app(), tls=listen.tls_context(certificate, key)) as (url, _):
-        assert ask(url, issuer) == ask(url, certificate) == ["toy"]
+        assert ask(url, issuer) == ask(url, certificate) == "toy"
 
 
 def test_elsewhere_the_name_must_be_the_certificates(certificate) -> None:
