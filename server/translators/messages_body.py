@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from json import dumps
 from typing import Annotated, Any, Literal, NoReturn
 
-from pydantic import BeforeValidator, Field, StrictStr, Tag
+from pydantic import BeforeValidator, Discriminator, Field, StrictStr, Tag
 
 from ropewalk.server.errors import InvalidField, ThreadsUnsupported
 from ropewalk.server.openai.schemas import (
@@ -134,12 +134,16 @@ class Message(Lenient):
         return [*messages, own] if len(own) > 1 else messages
 
 
-class Tool(Lenient):
-    """One without an `input_schema` is Anthropic's own, and ignored."""
+class OwnTool(Lenient):
+    """One of Anthropic's, which is ignored."""
 
     name: str
+
+
+class Tool(Lenient):
+    name: str
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: dict[str, Any]
     strict: bool | None = None
 
     def chat(self) -> Fields:
@@ -148,7 +152,17 @@ class Tool(Lenient):
         return {"type": "function", "function": given | {"parameters": self.input_schema}}
 
 
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+def _tag_of_tool(value: object) -> str:
+    if not isinstance(value, dict) or "input_schema" in value:
+        return "<custom>"
+    return "<custom>" if value.get("type") in (None, "custom") else "<own>"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("<custom>")] | Annotated[OwnTool, Tag("<own>")],
+    Discriminator(_tag_of_tool),
+]
+Tools = Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ToolChoice(Lenient):
@@ -232,7 +246,7 @@ class CountBody(TranslatedBody):
             fields["max_completion_tokens"] = self.max_tokens
         if self.stop_sequences:
             fields["stop"] = [*self.stop, *self.stop_sequences]
-        tools = [tool.chat() for tool in self.tools if tool.input_schema is not None]
+        tools = [tool.chat() for tool in self.tools if isinstance(tool, Tool)]
         if tools or self.tool_choice.type in ("any", "tool"):
             fields |= {"tools": tools, **self.tool_choice.chat()}
         if self.output_config.effort is not None:

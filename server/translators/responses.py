@@ -42,7 +42,7 @@ class ResponsesWire(PartsWire):
                 "tool_choice": (
                     choice if isinstance(choice, str) else choice.model_dump(exclude_unset=True)
                 ),
-                "tools": body.tools,
+                "tools": [tool.model_dump(exclude_unset=True) for tool in body.tools],
                 "top_p": chat.top_p,
                 "truncation": "disabled",
             }

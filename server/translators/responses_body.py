@@ -1,11 +1,11 @@
 """OpenAI's Responses as chat: items become messages. Nothing is stored between requests."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Discriminator, Field, StrictStr, Tag
+from pydantic import AfterValidator, Discriminator, Field, StrictStr, Tag, model_validator
 
-from ropewalk.server.errors import InvalidField, UnsupportedField
+from ropewalk.server.errors import InvalidField, MissingField, UnsupportedField
 from ropewalk.server.openai.schemas import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Count, text_or
 from ropewalk.server.translators.base import (
     Fields,
@@ -89,6 +89,10 @@ Input = Annotated[
 ]
 
 
+def _missing(name: str) -> MissingField:
+    return MissingField(f"{name} is missing; it is required", name)
+
+
 def _without_scores(included: list[str]) -> list[str]:
     if "message.output_text.logprobs" in included:
         raise UnsupportedField("include asks for logprobs, which only a chat has", "include")
@@ -99,10 +103,44 @@ class TextConfig(Lenient):
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        form = self.format or {}
+        if form.get("type") == "json_schema" and form.get("schema") is None:
+            raise _missing("text.format.schema")
+        return self
+
 
 class ReasoningConfig(Lenient):
     effort: str | None = None
     summary: str | None = None
+
+
+class Function(Lenient, extra="allow"):  # answers repeat it
+    type: Literal["function"]
+    name: str
+    parameters: dict[str, Any] | None = None
+
+    def chat(self) -> Fields:
+        given = {name: each for name, each in self if name != "type" and each is not None}
+        return {"type": "function", "function": given}
+
+
+class OtherTool(Lenient, extra="allow"):
+    """One that the server would run itself, and ignores."""
+
+    type: str
+
+
+def _tag_of_tool(value: object) -> str:
+    other = isinstance(value, dict) and value.get("type", "function") != "function"
+    return "<other>" if other else "<function>"
+
+
+Tool = Annotated[
+    Annotated[Function, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+    Discriminator(_tag_of_tool),
+]
 
 
 class NamedTool(Lenient, extra="allow"):
@@ -117,12 +155,18 @@ class ChosenTool(Lenient, extra="allow"):  # answers repeat it
     mode: str = "auto"
     tools: list[NamedTool] = Field(default=[], max_length=MAX_TOOLS)
 
-    def chat(self, functions: list[Fields]) -> tuple[list[Fields], str | Fields]:
+    @model_validator(mode="after")
+    def _check_name(self) -> Self:
+        if self.type == "function" and self.name is None:
+            raise _missing("tool_choice.name")
+        return self
+
+    def chat(self, functions: list[Function]) -> tuple[list[Function], str | Fields]:
         """The functions that are left, and chat's choice among them. Raises InvalidField."""
         match self.type:
             case "allowed_tools":
                 allowed = {tool.name for tool in self.tools}
-                return [each for each in functions if each.get("name") in allowed], self.mode
+                return [each for each in functions if each.name in allowed], self.mode
             case "function":
                 return functions, {"type": "function", "function": {"name": self.name}}
         raise InvalidField(
@@ -143,7 +187,7 @@ class ResponsesBody(TranslatedBody):
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = None
-    tools: list[dict[str, Any]] = Field(default=[], max_length=MAX_TOOLS)  # type: ignore[assignment]
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)  # type: ignore[assignment]
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
@@ -206,11 +250,7 @@ class ResponsesBody(TranslatedBody):
         return messages
 
     def _tools(self) -> Fields:
-        functions = [
-            {name: value for name, value in tool.items() if name != "type" and value is not None}
-            for tool in self.tools
-            if tool.get("type") == "function"
-        ]
+        functions = [tool for tool in self.tools if isinstance(tool, Function)]
         choice: str | Fields
         if isinstance(self.tool_choice, str):
             choice = self.tool_choice
@@ -219,7 +259,7 @@ class ResponsesBody(TranslatedBody):
         if not functions and choice in ("auto", "none"):
             return {}
         fields: Fields = {
-            "tools": [{"type": "function", "function": each} for each in functions],
+            "tools": [each.chat() for each in functions],
             "tool_choice": choice,
         }
         if self.parallel_tool_calls is not None:
