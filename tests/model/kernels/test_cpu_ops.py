@@ -187,10 +187,18 @@ def test_layers_of_few_bits_keep_what_is_not_finite_to_its_row(bits, kernels):
 
 
 # A single row meets some outputs at once.
-@pairs(outputs=[5, 32, 33, 70, 100, 200], bits=BITS, dtype=DTYPES, count=[1, 2, 3])
-def test_a_rows_result_does_not_depend_on_the_others(outputs, bits, dtype, count, threads, kernels):
+@pairs(
+    outputs=[5, 32, 33, 70, 100, 200],
+    bits=BITS,
+    bias=[False, True],
+    dtype=DTYPES,
+    count=[1, 2, 3],
+)
+def test_a_rows_result_does_not_depend_on_the_others(
+    outputs, bits, bias, dtype, count, threads, kernels
+):
     threads(count)
-    layer = made(64, outputs, False, dtype)
+    layer = made(64, outputs, bias, dtype)
     packed = Panels(of_bits(layer, bits, kernels), kernels)
     x = torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     together = packed(x)

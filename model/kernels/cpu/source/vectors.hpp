@@ -82,7 +82,15 @@ inline void store(Vec<Real> x, Real *y) {
   *reinterpret_cast<Vec<Real> *>(y) = x;
 }
 
-// sum + a * b as one operation, where compilers would otherwise add several products first.
+// sum + a * b as one operation, where compilers would otherwise add several products first, or
+// round the product in one place and not in another.
+inline float plus_product(float sum, float a, float b) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, sum);
+#else
+  return sum + a * b;
+#endif
+}
 inline Vec<double> plus_product(Vec<double> sum, Vec<double> a, Vec<double> b) {
   return sum + a * b;
 }

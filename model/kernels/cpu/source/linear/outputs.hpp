@@ -127,8 +127,8 @@ struct Outputs {
     const Vec<float> right_bias = bias ? load(bias + middle) : Vec<float>{};
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r)
-      store_two_as(left[r] * left_scale + left_bias, right[r] * right_scale + right_bias,
-                   to + r * step);
+      store_two_as(plus_product(left_bias, left[r], left_scale),
+                   plus_product(right_bias, right[r], right_scale), to + r * step);
   }
 
   // Stores any strip for rows from `first` on: sums [rows, kStrip], which are overwritten.
@@ -149,9 +149,12 @@ struct Outputs {
   void scale_row(int64_t strip, float *sums) const {
     const int64_t column = strip * kStrip;
     const int64_t count = gated ? kStrip : std::min<int64_t>(kStrip, width - column);
-    if (scale)
+    if (scale && bias)  // rounded as in `put`
+      for (int64_t j = 0; j < count; ++j)
+        sums[j] = plus_product(bias[column + j], sums[j], scale[column + j]);
+    else if (scale)
       for (int64_t j = 0; j < count; ++j) sums[j] *= scale[column + j];
-    if (bias)
+    else if (bias)
       for (int64_t j = 0; j < count; ++j) sums[j] += bias[column + j];
   }
 
