@@ -40,7 +40,7 @@ from ropewalk.server.openai.requests import (
     completion_prompts,
 )
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody
-from ropewalk.server.scheduling.request import FinishReason, TokenEvent
+from ropewalk.server.scheduling.request import TokenEvent
 
 __all__ = ["Answer", "CommandError", "Model", "ServeError", "load"]
 
@@ -187,7 +187,7 @@ class Model:
             while not choice.finished:
                 piece = choice.take(self._opened().wait(_next(batches)))
                 if choice.cut:  # at a stop string: to the engine the request is aborted
-                    choice.request.abort_as = FinishReason.STOP
+                    choice.request.stop_after(choice.tokens)
                 yield piece
         finally:
             opened.end(batches)

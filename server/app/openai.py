@@ -59,7 +59,6 @@ from ropewalk.server.openai.requests import (
 from ropewalk.server.openai.schemas import ChatBody, CompletionBody, StreamOptions
 from ropewalk.server.openai.served_models import Models, Served
 from ropewalk.server.scheduling.kept import Kept
-from ropewalk.server.scheduling.request import FinishReason
 from ropewalk.server.scheduling.request import Request as EngineRequest
 
 SCHEMAS = "#/components/schemas/"  # in /openapi.json
@@ -356,7 +355,7 @@ class Generation(EngineResponse):
             choice = self._choices[index]
             pieces.append((choice, choice.take(events)))
             if choice.cut:  # the engine does not know why it is told to end
-                choice.request.abort_as = FinishReason.STOP
+                choice.request.stop_after(choice.tokens)
                 self._serving.engine.abort(self._model, choice.request)
         return pieces
 

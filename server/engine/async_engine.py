@@ -205,7 +205,10 @@ class AsyncEngine:
             self._post(model, *(partial(self._abort, model, request_id) for request_id in left))
 
     def abort(self, model: str, request: Request) -> None:
-        """End one of the requests that are being generated; no more of its events come."""
+        """End one of the requests that are being generated; no more of its events come.
+
+        What is kept of it ends with what it had answered.
+        """
         part = self._parts[request.id]
         if part.ended:
             return
@@ -213,6 +216,8 @@ class AsyncEngine:
         part.stream.open -= 1
         part.stream.wake.set()  # it may have been the last one
         self._post(model, partial(self._abort, model, request.id))
+        if request.keep and request.answered is not None:
+            self._post(model, partial(self._shorten, model, request))
 
     async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:
         """What `question` returns or raises of a model's engine, on its thread, between two steps.
@@ -363,6 +368,10 @@ class AsyncEngine:
     def _abort(self, model: str, request_id: str) -> None:
         if (engine := self._engines.get(model)) is not None:
             engine.abort(request_id)
+
+    def _shorten(self, model: str, request: Request) -> None:
+        if (engine := self._engines.get(model)) is not None:
+            engine.shorten_kept(request)
 
     def _put(self, model: str, engine: Engine | None) -> None:
         others = {name: other for name, other in self._engines.items() if name != model}

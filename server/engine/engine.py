@@ -152,6 +152,10 @@ class Engine:
         self._scheduler.abort(request_id)
         self._statistics.forget(request_id)
 
+    def shorten_kept(self, request: Request) -> None:
+        """What is kept of an ended request ends where a stop string ended its answer."""
+        self._scheduler.contexts.shorten_kept(request)
+
     def step(self) -> Step:
         """One forward pass, or nothing when idle; the counts are right either way."""
         self._statistics.begin()

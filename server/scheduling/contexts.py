@@ -197,6 +197,12 @@ class Contexts:
             kept = replace(kept, created=created, altered=altered or origin.altered)
         self._put_back(request, kept, self._cache.computed(request.id))
 
+    def shorten_kept(self, request: Request) -> None:
+        """Without the tokens that were generated after a stop string had ended the answer."""
+        if request.answered is not None:
+            extra = request.num_generated - request.answered
+            self._kept.shorten(request.keep, _known(request), extra)
+
     def _undo(self, request: Request) -> None:
         """Without the tokens that were to be appended the sequence is kept as it was."""
         assert request.origin is not None

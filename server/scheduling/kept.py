@@ -7,7 +7,7 @@ waits for blocks. Operations change them; completions continue from copies that 
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, KeysView
+from collections.abc import Callable, Collection, KeysView, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -195,6 +195,15 @@ class KeptSequences:
         while len(self._kept) > MOST or self._blocks() > self.most_tokens // self._cache.block_size:
             if not self.give_way({kept.id}):
                 break
+
+    def shorten(self, id_: str, tokens: Sequence[int], by: int) -> None:
+        """Give up the last of these tokens, unless the sequence has changed since it had them."""
+        kept = self._kept.get(id_)
+        if kept is None or by <= 0 or id_ in self._claimed or kept.tokens != tuple(tokens):
+            return
+        length = len(tokens) - by
+        self._operations.apply(Truncate(id_, min(length, self._cache.computed(id_))))
+        self.add(replace(kept, tokens=kept.tokens[:length]))
 
     def take_up(self, kept: Kept, name: str) -> None:
         """The cache holds it under that name, and it is kept no more."""

@@ -50,8 +50,8 @@ Vector = NDArray[np.float64]
 class Request:
     """One sequence. The scheduler narrows the gap between *known* and *computed* tokens.
 
-    After `Engine.submit` only the engine thread touches it, except for `abort_as`, which the
-    caller sets just before it aborts.
+    After `Engine.submit` only the engine thread touches it, except for `stop_after`, which the
+    caller calls just before it aborts.
     """
 
     id: str
@@ -82,9 +82,14 @@ class Request:
     history: History = field(default_factory=History, init=False)  # of `tokens`, for penalties
     draws: list[float] = field(default_factory=list)  # from `rng`, by token of the answer
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
+    answered: int | None = None  # tokens until then: further ones were being computed
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
     pooled: "Vector | None" = None  # the sum of what an embedding is made of, as far as computed
+
+    def stop_after(self, answered: int) -> None:
+        """A stop string has ended the text with so many tokens of the answer."""
+        self.abort_as, self.answered = FinishReason.STOP, answered
 
     @property
     def appends(self) -> bool:

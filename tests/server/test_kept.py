@@ -456,7 +456,30 @@ def test_a_stream_ends_with_the_id_of_what_is_kept(rope, path):
 
 def test_an_answer_that_a_stop_string_ends_is_kept(rope):
     answer = rope.complete("The", max_tokens=40, add_special_tokens=True, keep=True, stop=[" "])
-    assert rope.get({"id": answer.sequence})["tokens"] >= answer.prompt
+    kept = rope.get({"id": answer.sequence})
+    assert kept["tokens"] == answer.prompt + len(answer.tokens)
+
+
+@pytest.mark.parametrize("steps", [12, 99])
+def test_what_was_generated_after_a_stop_string_is_not_kept(steps):
+    """Whether the request still ran, or had ended, when its client found the string."""
+    engine, _ = make_engine()
+    request = make_request("r", [1, 2, 3], max_tokens=20)
+    request.keep = "kept"
+    engine.submit(request)
+    for _ in range(steps):
+        engine.step()
+    request.stop_after(7)
+    engine.abort("r")
+    assert request.num_generated > 8
+    engine.shorten_kept(request)
+    (kept,) = engine._scheduler.kept.all()
+    assert kept.tokens == (1, 2, 3, *request.tokens[3:10])
+    assert engine._manager.computed("kept") == 10
+    engine._manager.check()
+    engine._scheduler.check()
+    engine.shorten_kept(request)  # it has changed since
+    assert engine._scheduler.kept.all() == [kept]
 
 
 def test_only_so_many_are_kept(rope):
