@@ -200,7 +200,9 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], object]:
     def parsed(text: str) -> object:
         try:
             return parse(text)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{error.filename}: {error.strerror}") from None
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parsed
