@@ -343,7 +343,7 @@ class Callers:
         # Compares every key, so that the time does not reveal which one matches.
         matches = [own for own in self._digests for key in given if hmac.compare_digest(own, key)]
         if not matches:
-            raise Unauthorized("this API key is not valid; check the header Authorization or x-api-key")
+            raise Unauthorized("this API key is not valid; check Authorization or x-api-key")
         return matches[0].hex()
 
 
