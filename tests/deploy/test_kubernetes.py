@@ -317,12 +317,13 @@ def test_an_update_ends_no_request(objects, overlay):
 def test_the_gateway_leads_to_routes_of_clients_alone(everything):
     (rule,) = everything["HTTPRoute", "ropewalk"]["spec"]["rules"]
     shown = set(ask(toy_app(), "GET", "/openapi.json").json()["paths"])
+    counts = {"/v1/messages/count_tokens", "/v1/responses/input_tokens"}
     for match in rule["matches"]:
         path = match["path"]
         assert path["value"] in shown
         if path["type"] == "PathPrefix":
             reached = {each for each in shown if f"{each}/".startswith(f"{path['value']}/")}
-            assert reached <= {path["value"], "/v1/messages/count_tokens"}
+            assert reached <= {path["value"], *counts}
 
 
 def test_the_gateway_is_more_patient_than_the_server(everything):

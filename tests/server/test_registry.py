@@ -1,6 +1,7 @@
 """Models that come and go in a running server, over HTTP, with tiny checkpoints."""
 
 import ctypes
+import gc
 import json
 import os
 import re
@@ -438,6 +439,7 @@ def test_memory_threads_and_processes_come_back(tmp_path):
 
 def load_and_unload(tmp_path):
     """Loaded, it takes some 90 MB."""
+    gc.set_threshold(700, 10, 10)  # as in a server; for tests it is more
     config = llama(eos_token_id=256, hidden_size=510, intermediate_size=4096)
     save(random_model(config), tmp_path / "more/one")
     config = {"chat_template": TEMPLATE}
