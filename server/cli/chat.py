@@ -67,8 +67,9 @@ def chat(ctx: click.Context, /, question: str | None, **values: Any) -> int:
         timeout_s=values["timeout"],
         stats=values["stats"],
     )
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not be able to show everything
-        sys.stdout.reconfigure(errors="replace")
+    for stream in (sys.stdin, sys.stdout):  # neither may be able to hold every character
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if question is not None:
         return conversation.ask(options, question + _piped(), sys.stdout)
     if not sys.stdin.isatty():

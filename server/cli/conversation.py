@@ -147,7 +147,7 @@ class Chat:
             printed.end()
         self.messages.append({"role": "assistant", "content": answer.text})
         if answer.finish == "length":
-            print("(cut off: the answer is as long as --max-tokens allows)", file=sys.stderr)
+            print("(cut off: --max-tokens or the context allows no more)", file=sys.stderr)
         if self._client.options.stats:
             print_line(f"({stats_line(answer)})", self._out)
         return answer

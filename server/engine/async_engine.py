@@ -216,7 +216,7 @@ class AsyncEngine:
         part.stream.open -= 1
         part.stream.wake.set()  # it may have been the last one
         self._post(model, partial(self._abort, model, request.id))
-        if request.keep and request.answered is not None:
+        if request.keep:
             self._post(model, partial(self._shorten, model, request))
 
     async def ask(self, model: str, question: Callable[[Engine], T], *, changes: bool = False) -> T:

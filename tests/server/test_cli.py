@@ -189,6 +189,9 @@ def test_a_question_takes_the_text_that_is_piped_in() -> None:
             arguments = ["chat", "Well?", "--url", seen.url, "--model", "m"]
             assert run(*arguments, piped=piped).stdout == "Yes.\n"
             assert seen.bodies[-1]["messages"][-1]["content"] == asked
+        command = [sys.executable, "-m", "ropewalk", *arguments]
+        subprocess.run(command, cwd=ROOT, input=b"caf\xe9", check=True, timeout=60)
+        assert seen.bodies[-1]["messages"][-1]["content"] == "Well?\n\ncaf\ufffd"
 
 
 def test_a_terminal_that_lacks_a_letter_gets_a_question_mark() -> None:
