@@ -76,9 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_to_end(
     measure: Callable[[], Coroutine[object, object, None]], out: str, progress: Progress
 ) -> tuple[int, str]:
-    """Measures, with the folder `out` there: the exit status, and the reason if it ended early."""
+    """Measures, once the folder `out` can be made: the exit status, and the reason if it ended
+    early."""
+    folder = Path(out)
+    made = not folder.exists()
     try:
-        Path(out).mkdir(parents=True, exist_ok=True)  # fails before measuring, if at all
+        folder.mkdir(parents=True, exist_ok=True)
+        if made:
+            folder.rmdir()  # until there is something to put there
         with terminated_as_interrupted():
             asyncio.run(measure())
     except COULD_NOT as error:
@@ -98,6 +103,7 @@ def complete_options(args: argparse.Namespace, kind: str) -> None:
 
 def report(measured: Result, folder: Path) -> int:
     """Write both files, print the tables; returns 0 if all were served, 1 if some, 2 if none."""
+    folder.mkdir(parents=True, exist_ok=True)
     # First, because an output that cannot be written to must not cost the measurements.
     result.write(folder / "result.json", measured)
     (folder / "report.html").write_text(page(measured), encoding="utf-8")

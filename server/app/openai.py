@@ -106,17 +106,21 @@ class Serving:
         if self.models.get(own) is not None:
             return await self.models.hold(own, state["held"])
         # Who leaves meanwhile must not keep a place at the door.
-        return await self.awaited(request, self.models.hold(own, state["held"]))
+        loading = self.models.hold(own, state["held"])
+        return await self.awaited(request, loading, late="its model is being loaded: send it again")
 
-    async def awaited(self, request: Request, work: Awaitable[T]) -> T:
-        """What it gives, unless the client leaves, time is over or the server must stop."""
+    async def awaited(self, request: Request, work: Awaitable[T], late: str = "ask for less") -> T:
+        """What it gives, unless the client leaves, time is over or the server must stop.
+
+        late: what to do about it then.
+        """
         try:
             async with Lifeline(request.receive, self.options.request_timeout_s, self.drain):
                 return await work
         except Ended as ended:
             if ended.why is End.DISCONNECTED:
                 raise ClientDisconnect from None
-            raise _cut_short(ended.why) from None
+            raise _cut_short(ended.why, late) from None
 
     async def chosen(self, request: Request, name: str | None) -> list[Served]:
         """The model of that name, else all that are loaded."""
@@ -283,7 +287,7 @@ class EngineResponse(Response):
                 self._left()
                 _abort_connection(scope)
                 return
-            error = _cut_short(ended.why)
+            error = _cut_short(ended.why, "request fewer tokens")
         except ServeError as refused:
             error = refused
             if isinstance(refused, RequestFailed):
@@ -424,11 +428,11 @@ def _joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def _cut_short(why: End) -> ServeError:
+def _cut_short(why: End, late: str) -> ServeError:
     if why is End.SHUTDOWN:
         return ShuttingDown()
     return DeadlineExceeded(
-        "the request took longer than the server allows (--request-timeout); request fewer tokens"
+        f"the request took longer than the server allows (--request-timeout); {late}"
     )
 
 

@@ -6,6 +6,7 @@ Each is first tried in a process of its own, which is stopped where that takes t
 import asyncio
 import json
 import os
+import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ WAIT = 30.0  # by the clock, on a machine that is out of breath
 WAIT_FOR_OTHERS = 5.0  # until a grammar must be compiled
 NICE = 5  # so that a step of the engine has the processor first
 MAX_REASON = 200  # characters
+# Of Lark: the place, what is wrong there, and lines around it.
+_AT_LINE = re.compile(
+    r"at (?P<line>\d+)\(\d+\): (failed to compile JSON schema: )?(?P<reason>.*?)( \d+ \| .*)?$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +127,11 @@ class Grammars:
 
 
 def _refused(grammar: Grammar, reason: str) -> InvalidField:
-    reason = " ".join(reason.split())[:MAX_REASON]
+    reason = " ".join(reason.split())
+    if found := _AT_LINE.match(reason):
+        place = grammar.places.get(int(found["line"]), f"line {found['line']}")
+        reason = f"{found['reason']} (in {place})"
+    reason = reason[:MAX_REASON]
     return InvalidField(
         f"{grammar.param} cannot be followed: {reason}; simplify it or leave it out",
         grammar.param,

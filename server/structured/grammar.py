@@ -25,13 +25,15 @@ class Grammar:
     """Not checked yet: `Grammars.compile` does that.
 
     whitespace: a regular expression of what may stand between the parts of JSON; None: a space, or
-    a line break with an indentation.
+    a line break with an indentation. places: what a client wrote that a line of the text holds, by
+    the line's number, from 1.
     """
 
     kind: Kind
     text: str = ""
     whitespace: str | None = None
     param: str = field(default="response_format", compare=False)  # the client's field, for errors
+    places: Mapping[int, str] = field(default_factory=dict, compare=False)  # for errors
 
 
 def prepared(schema: Any, whitespace: str | None = None) -> Any:

@@ -40,7 +40,7 @@ def calls_or_form(
         except (ValueError, RecursionError):
             return form  # for the compiler to refuse
         answers.append(f"{lark.spelled(format.text)} form")
-        lark.rules.append(f"form: %json {json.dumps(schema)}")
+        lark.add(f"form: %json {json.dumps(schema)}", "the answer's schema")
     start = f"({' | '.join(answers)})"
     if format.think is not None:
         opened, closed = map(lark.spelled, format.think)
@@ -75,28 +75,35 @@ class _Lark:
     """Lark as llguidance reads it. Special tokens stand in it by their ids."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int]) -> None:
-        self.rules = [r"TEXT: /(.|\n)*/"]
+        self._rules = [r"TEXT: /(.|\n)*/"]
+        self._places: dict[int, str] = {}  # by the rules' indices
         self._tokenizer = tokenizer
         self._ends = ends
 
     def grammar(self, start: str, call: str, param: str) -> Grammar:
-        rules = ("%llguidance {}", f"start: {start}", f"call: {call}" if call else "", *self.rules)
-        return Grammar(Kind.LARK, "\n".join(rules), param=param)
+        head = ("%llguidance {}", f"start: {start}", f"call: {call}" if call else "")
+        places = {len(head) + index + 1: place for index, place in self._places.items()}
+        return Grammar(Kind.LARK, "\n".join((*head, *self._rules)), param=param, places=places)
 
     def call(self, schemas: Schemas, format: Format, before: str) -> str:
         for index, (name, schema) in enumerate(schemas.items()):
             head = self.spelled(f"{before}{name}{format.written.middle}")
             arguments = f"%json {json.dumps(prepared({'type': 'object', **schema}))}"
             after = self.spelled(format.written.after)
-            self.rules.append(f"call_{index}: {head} arguments_{index} {after}")
-            self.rules.append(f"arguments_{index}: {arguments}")
+            self._rules.append(f"call_{index}: {head} arguments_{index} {after}")
+            self.add(f"arguments_{index}: {arguments}", f"the parameters of {name}")
         return " | ".join(f"call_{index}" for index in range(len(schemas)))
+
+    def add(self, rule: str, place: str) -> None:
+        """A rule of what a client wrote in that place."""
+        self._places[len(self._rules)] = place
+        self._rules.append(rule)
 
     def up_to(self, name: str, end: str) -> str:
         """Any text and its end: a text that is looked for, or special tokens, which no text is."""
         if not end.startswith('"'):
             return f"TEXT {end}"
-        self.rules.append(f"{name}[lazy]: TEXT {end}")
+        self._rules.append(f"{name}[lazy]: TEXT {end}")
         return name
 
     def spelled(self, text: str) -> str:

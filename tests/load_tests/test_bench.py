@@ -188,11 +188,12 @@ def test_nobody_there_is_status_2_and_one_sentence(capsys, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        status = main(["--base-url", url, "--out", str(tmp_path)])
+        status = main(["--base-url", url, "--out", str(tmp_path / "out")])
     error = capsys.readouterr().err
     assert status == 2
     assert "cannot connect" in error
     assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -235,6 +235,14 @@ def test_a_grammar_that_cannot_be_followed_is_refused_with_a_reason(bytes_model,
     assert compiled(bytes_model, Grammar(Kind.REGEX, "a+"))  # others are still compiled
 
 
+def test_of_lark_a_refusal_names_the_place_and_leaves_out_the_rest(bytes_model):
+    text = 'start: a b\na: "a"\nb: %json {"type": "numeral"}\n'
+    with pytest.raises(InvalidField, match=r": Invalid type: numeral \(in line 3\); "):
+        compiled(bytes_model, Grammar(Kind.LARK, text))
+    with pytest.raises(InvalidField, match=r": Invalid type: numeral \(in the reply\); "):
+        compiled(bytes_model, Grammar(Kind.LARK, text, places={3: "the reply"}))
+
+
 def test_what_was_compiled_is_kept_by_its_text(bytes_model):
     first = compiled(bytes_model, Grammar(Kind.REGEX, "ab"))
     assert compiled(bytes_model, Grammar(Kind.REGEX, "ab", param="guided_regex")) is first

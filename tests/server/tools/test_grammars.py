@@ -170,3 +170,16 @@ def test_strict_functions_are_called_by_their_schemas(format: Format) -> None:
         read = parsed(format, drawn(grammar, format.named, seed, f"So: {trigger}"))
         assert read.calls and read.content.startswith("So:")
         check_calls(read)
+
+
+def test_what_a_client_wrote_is_found_by_its_line() -> None:
+    tokenizer, _ = vocabulary(HERMES.named)
+    options = {"thinking": False, "several": False}
+    form = Grammar(Kind.JSON_SCHEMA, json.dumps(SCHEMAS["now"]))
+    grammar = calls_or_form(SCHEMAS, HERMES, tokenizer, {END}, form=form, **options)
+    found = {place: grammar.text.split("\n")[line - 1] for line, place in grammar.places.items()}
+    assert {place: rule.partition(":")[0] for place, rule in found.items()} == {
+        "the answer's schema": "form",
+        "the parameters of weather": "arguments_0",
+        "the parameters of now": "arguments_1",
+    }
