@@ -35,8 +35,8 @@ from ropewalk.model.kernels.cpu.lowering import (
 )
 
 HOOKS = (
-    *("embed", "gates", "query_bias", "rotate", "rotation", "score_bias", "content_bias"),
-    "for_layer",
+    *("embed", "gates", "query_bias", "query_scales", "rotate", "rotation", "score_bias"),
+    *("content_bias", "for_layer"),
 )
 DATA = {"embed": "vectors", "gates": "forget_gates"}  # hooks from which these are computed
 LENGTHS = (512, 4096, 32768)  # keys that the new token attends to

@@ -27,7 +27,7 @@ class Part(IntEnum):
     """What the time of a pass is spent on."""
 
     EMBEDDING = 0
-    POSITION = 1  # vectors added to embeddings, queries and keys rotated, gates, before storing
+    POSITION = 1  # vectors added to embeddings, queries scaled and rotated, keys, gates
     NORM = 2
     LINEAR = 3  # and an activation that is computed with it
     ACTIVATION = 4
@@ -105,6 +105,14 @@ class Forget(Op):
 @dataclass(frozen=True, slots=True)
 class AskQuery(Op):
     """Find each query's own bias, for the Attend that follows."""
+
+    head_dim: int
+    encoding: PositionalEncoding
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleQueries(Op):
+    """Multiply each by what the encoding has for its position."""
 
     head_dim: int
     encoding: PositionalEncoding
@@ -204,6 +212,7 @@ PARTS: Mapping[type[Op], Part] = {
     Clip: Part.LINEAR,
     Forget: Part.POSITION,
     AskQuery: Part.POSITION,
+    ScaleQueries: Part.POSITION,
     Rotate: Part.POSITION,
     Store: Part.STORE,
     Attend: Part.ATTENTION,
@@ -214,7 +223,8 @@ PARTS: Mapping[type[Op], Part] = {
     Add: Part.RESIDUAL,
     Keep: Part.RESIDUAL,
 }
-_OF_ALL_ROWS = (Embed, Place, Forget, AskQuery, Rotate, Store, Attend)  # which look at the batch
+# Which look at the batch.
+_OF_ALL_ROWS = (Embed, Place, Forget, AskQuery, ScaleQueries, Rotate, Store, Attend)
 
 
 def part_of(op: Op) -> Part:

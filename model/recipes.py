@@ -36,6 +36,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    ScaleQueries,
     SoftCap,
     Store,
     checked,
@@ -78,6 +79,8 @@ class Layer:
             yield Norm("k", "k", f"{at}k_norm", of_k, config.norm_eps)
         if asks_query(self.encoding):
             yield AskQuery(f"{x} q", "", dim, self.encoding)
+        if self.encoding.query_scales() is not None:
+            yield ScaleQueries("q", "q", dim, self.encoding)
         yield Rotate("q k", "q k", dim, self.encoding)
         yield Store("k v", "", dim, self.index)
         yield self._attend(self.encoding, crosses=False)

@@ -5,7 +5,7 @@ log. A setting that it does not know either, or that contradicts another, is ref
 ignoring it could change the answers. Knows descriptions, no particular family.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ropewalk.model.architectures.common import FULL, TRANSFORMERS, Most
@@ -59,13 +59,15 @@ def rope_from_hf(
     layers: Sequence[int] | None = None,
     older: tuple[str, str] | None = None,
     partly: bool = True,
+    known: Collection[str] = (),
 ) -> EncodingSpec:
     """From `rope_theta` and `rope_scaling`, or `rope_parameters` in newer files.
 
     context: max_position_embeddings. kinds: the family's names for types of scaling → ours.
     older: the family's former names for rope_theta and partial_rotary_factor. partly: whether the
     latter may be less than 1. transformers rotates whole heads of some families whatever it says,
-    and other programs do not, so it is refused there.
+    and other programs do not, so it is refused there. known: further keys of a section, which the
+    family reads.
     """
     theta, part = older or ("rope_theta", "partial_rotary_factor")
     base = _agreed(fields, theta, fields.optional_number("rope_theta"))
@@ -100,7 +102,7 @@ def rope_from_hf(
     for section, kind in sections:
         section.flag("finetuned")  # tells who trained it, and changes nothing
         scaling = _scaling(section, kind or "default", width, context, original or context)
-        section.finish()
+        section.finish(known.__contains__)
         if scaling is not None and scaling not in found:
             found.append(scaling)
     if len(found) > 1:

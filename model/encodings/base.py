@@ -239,6 +239,10 @@ class PositionalEncoding(nn.Module):
             return x
         return torch.add(x, vectors.table[positions], alpha=vectors.scale).to(x.dtype)
 
+    def query_scales(self) -> Tensor | None:
+        """[positions, 1 or heads] float32: what a query there is multiplied by, before `rotate`."""
+        return None
+
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -321,6 +325,9 @@ class PositionalEncoding(nn.Module):
             if rotates(own) or own.rotation() is not None:
                 heads = len(seen) * (config.num_heads + config.num_kv_heads)
                 total += PositionalWork(rotations=heads, flops=heads * 3 * config.head_dim)
+            if (scales := own.query_scales()) is not None:
+                scaled, columns = len(seen) * config.num_heads, scales.shape[1]
+                total += PositionalWork(flops=scaled * config.head_dim, bytes=4 * columns)
             if forgets(own):
                 # A product for each gate, and sums of the stored ones.
                 made, sums = len(seen) * config.num_heads, config.num_heads * sum(seen)

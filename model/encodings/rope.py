@@ -45,6 +45,9 @@ class RoPE(PositionalEncoding):
     go on from there (Self-Extend, arXiv 2401.01325). In one group of all positions, every far key
     is as if at distance `near` (Su's ReRoPE).
 
+    `query_scale` multiplies the query at position m by 1 + beta · log(1 + ⌊m / original_context⌋)
+    (Ministral 3; Llama 4 with m + 1), so that attention stays sharp among many keys.
+
     Under `dynamic` and `longrope` the frequencies of a published model depend on the length of
     the sequence, which would invalidate keys cached earlier. Here they are those for the served
     context, whatever the sequence's length; `frequencies_at` gives them for any other length.
@@ -61,6 +64,8 @@ class RoPE(PositionalEncoding):
         "layers": "indices of the layers whose queries and keys are rotated; default all",
         "elsewhere": "how the other layers are rotated: an object with base, width, layout and "
         "perhaps scaling; default not at all",
+        "query_scale": "what queries are multiplied by, 1 + beta · log(1 + ⌊position / "
+        "original_context⌋): an object with beta and original_context; default none",
         "near": "the distance from which on keys are rotated as group says, for contexts "
         "longer than trained; storage is raw then; default none",
         "group": "how many positions share one rotation for far keys, as in Self-Extend; default "
@@ -89,6 +94,7 @@ class RoPE(PositionalEncoding):
         storage: KeyStorage = KeyStorage.ABSOLUTE,
         near: int | None = None,
         group: int | None = None,
+        query_scale: tuple[float, int] | None = None,
     ) -> None:
         super().__init__()
         self.base = base
@@ -103,6 +109,11 @@ class RoPE(PositionalEncoding):
         # The factor on the norms of queries and keys. The tables include it, so moving a stored
         # key must not apply it again.
         self.magnitude = 1.0 if scaling is None else scaling.norm_factor()
+        self.scales: Tensor | None = None
+        if query_scale is not None:
+            beta, original = query_scale
+            passed = torch.arange(context) // original
+            self.scales = (1 + beta * torch.log1p(passed.double()))[:, None].float().to(device)
         # Plain attributes, so that casting the model leaves them alone.
         tables = self.tables(context)
         cos, sin = (table.to(device) for table in tables)
@@ -126,7 +137,8 @@ class RoPE(PositionalEncoding):
         if not REQUIRED <= options.keys() <= cls.OPTIONS.keys():
             raise EncodingError(
                 "rope takes the options base, width and layout, and optionally scaling, layers, "
-                f"elsewhere, near, group and storage, but got {sorted(options)}."
+                "elsewhere, query_scale, near, group and storage, but got "
+                f"{sorted(options)}."
             )
         base, width, layout = options["base"], options["width"], options["layout"]
         need_table("rope", context, width // 2)
@@ -182,6 +194,7 @@ class RoPE(PositionalEncoding):
             storage=KeyStorage(storage),
             near=near,
             group=group,
+            query_scale=_query_scale(options.get("query_scale")),
         )
 
     @classmethod
@@ -194,6 +207,8 @@ class RoPE(PositionalEncoding):
             tensors |= {"left.cos": self.left.cos, "left.sin": self.left.sin}
             if self.left.far is not None:
                 tensors |= {"far.queries": self.left.far.queries, "far.keys": self.left.far.keys}
+        if self.scales is not None:
+            tensors["query_scales"] = self.scales
         others = self.elsewhere.fixed_tensors()
         return tensors | {f"elsewhere.{name}": tensor for name, tensor in others.items()}
 
@@ -224,6 +239,9 @@ class RoPE(PositionalEncoding):
     def rotates(self, layer: int) -> bool:
         """Whether queries and keys of this layer are rotated."""
         return self.layers is None or layer in self.layers
+
+    def query_scales(self) -> Tensor | None:
+        return self.scales
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, offsets: Tensor
@@ -292,11 +310,31 @@ class RoPE(PositionalEncoding):
                 blocks = [-(-count // block_size) for count in keys]
                 queries, rotated, angles = sum(blocks), len(keys), max(blocks) + 1
         heads = config.num_heads * queries + config.num_kv_heads * rotated
-        return PositionalWork(
+        work = PositionalWork(
             rotations=heads,
             flops=heads * 3 * self.width,
             bytes=angles * self.width * self.cos.element_size(),
         )
+        if self.scales is None:
+            return work
+        scaled = len(keys) * config.num_heads * config.head_dim
+        return work + PositionalWork(flops=scaled, bytes=self.scales.element_size())
+
+
+def _query_scale(given: object) -> tuple[float, int] | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or given.keys() != {"beta", "original_context"}:
+        raise EncodingError(
+            f"rope's query_scale must have beta and original_context, but is {given!r}."
+        )
+    beta = given["beta"]
+    if type(beta) not in (int, float) or not 0 <= beta < math.inf:
+        raise EncodingError(
+            f"rope's query_scale needs a finite beta of at least 0, but got {beta!r}."
+        )
+    need_integer("rope", "original_context", given["original_context"], 1, MAX_POSITIONS)
+    return float(beta), given["original_context"]
 
 
 def _far(near: int, group: int, context: int, device: torch.device) -> Far:

@@ -27,6 +27,7 @@ from ropewalk.model.program import (
     Place,
     Program,
     Rotate,
+    ScaleQueries,
     Store,
 )
 
@@ -82,7 +83,7 @@ def _ops(program: Program) -> Iterator[Op]:
             case Linear(reads=reads, writes="q k v"):
                 x = reads
                 yield op
-            case Place() | Forget() | Rotate() | Store():
+            case Place() | Forget() | ScaleQueries() | Rotate() | Store():
                 pass
             case Attend():
                 yield AttendPath(f"{x} q k v", op.writes, op, drawn(op.head_dim, op), drawn(1, op))

@@ -46,6 +46,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    ScaleQueries,
     linears_of,
     of_norms,
 )
@@ -54,7 +55,15 @@ from ropewalk.model.weights.quantize import Weight, round_matrices
 CPU = torch.device("cpu")
 FARTHEST = 512  # distances that the curve of a bias has
 Kind = Literal[
-    "rotation", "bias", "query_bias", "content_bias", "gates", "embedding", "several", "none"
+    "rotation",
+    "query_scale",
+    "bias",
+    "query_bias",
+    "content_bias",
+    "gates",
+    "embedding",
+    "several",
+    "none",
 ]
 
 WITHIN = (
@@ -176,6 +185,7 @@ class Looked:
         attends = [i for i, op in enumerate(ops) if isinstance(op, Attend) and not op.crosses]
         at = attends[layer]
         turns = max(i for i, op in enumerate(ops[:at]) if isinstance(op, Rotate))
+        turns -= isinstance(ops[turns - 1], ScaleQueries)
         attend = ops[at]
         assert isinstance(attend, Attend) and attend.encoding is not None
         self.op, self.encoding = attend, attend.encoding
@@ -197,7 +207,7 @@ class Looked:
             self.placed = None if attend.cap else _placed(program, ops[:turns], executor, now)
             self.why_not = CLAMPED if self.placed is None else None
         before = executor.run(ops, range(turns), now, {})
-        # Before anything turned them.
+        # Before positions changed them.
         self.q, self.k = (in_heads(before[name], attend.head_dim) for name in ("q", "k"))
         self.v = in_heads(before["v"], attend.head_dim)
         after = executor.run(ops, range(turns, at), now, before)
@@ -216,8 +226,9 @@ class Looked:
         content, position = plain, torch.zeros_like(plain)
         terms: Mapping[str, Tensor] | None = None
         turned = rotates(encoding) or rotation is not None
-        q, k = self.at_same_position() if turned else (self.queries, keys)
-        if turned:
+        q, k = self.at_same_position() if turned else (self.q, keys)
+        scales = encoding.query_scales()
+        if turned or scales is not None:
             zero = torch.zeros_like(batch.positions)
             content = self.reference.scores(q[row], k, zero[row], zero, zero, rotation)[:, 0]
             position = plain - content
@@ -226,7 +237,7 @@ class Looked:
         added = self._added(query, plain.masked_fill(hidden, -torch.inf), keys, positions)
         if added is not None:
             scores = plain + added
-            position = position + added if turned else added
+            position = position + added
         if self.placed is not None:
             terms = self._terms(row, keys)
             position = torch.stack([*terms.values()]).sum(dim=0)
@@ -234,7 +245,10 @@ class Looked:
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         split = self.why_not is None
         distances, curve = self._curve(query, added)
-        pairs, still = self._pairs(q[query], None if key is None else k[key], rotation is not None)
+        of_query = q[query].to(self.reference.dtype)
+        if scales is not None:
+            of_query = of_query * scales[batch.positions[query]][:, None]
+        pairs, still = self._pairs(of_query, None if key is None else k[key], rotation is not None)
         return Explanation(
             encoding=self.config.encoding.name,
             kind=self.kind,
@@ -262,6 +276,8 @@ class Looked:
         found: list[Kind] = []
         if rotates(encoding) or encoding.rotation() is not None:
             found.append("rotation")
+        if encoding.query_scales() is not None:
+            found.append("query_scale")
         if encoding.score_bias() is not None:
             found.append("bias")
         if asks_query(encoding):
@@ -275,7 +291,10 @@ class Looked:
         return "several" if len(found) > 1 else found[0] if found else "none"
 
     def at_same_position(self) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, head_dim] and gathered keys as if all tokens were at position 0."""
+        """Queries [T, heads, head_dim] and gathered keys as if all tokens were at position 0.
+
+        Queries without their scales.
+        """
         zero = torch.zeros_like(self.batch.positions)
         start = replace(self.batch, positions=zero, offsets=zero)
         q, k = rotated(self.encoding, self.q, self.k, start)
@@ -289,6 +308,8 @@ class Looked:
         wide, repeat = self.reference.dtype, self.op.num_heads // self.op.num_kv_heads
         of_q, of_k = (in_heads(each, self.op.head_dim).to(wide) for each in self.placed)
         of_q, of_k = of_q[row], of_k.repeat_interleave(repeat, dim=1)
+        if (scales := self.encoding.query_scales()) is not None:
+            of_q = of_q * scales[self.batch.positions[row]][..., None]
         q, k = self.queries[row].to(wide) - of_q, keys - of_k
 
         def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -347,7 +368,7 @@ class Looked:
             return (), None
         if k is None:
             return tuple(Pair(each, speed) for each, speed in turning), None
-        q, k = q.to(self.reference.dtype), k.to(self.reference.dtype)
+        k = k.to(self.reference.dtype)
         if left and isinstance(self.encoding, RoPE):
             q = _magnified(q, self.encoding)
             k = _magnified(k, self.encoding) if self.encoding.key_storage == "raw" else k

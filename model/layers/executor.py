@@ -45,6 +45,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    ScaleQueries,
     SoftCap,
     Store,
     live_after,
@@ -176,6 +177,7 @@ class TorchExecutor:
             Clip: _clip,
             Forget: _forget,
             AskQuery: _ask_query,
+            ScaleQueries: _scale_queries,
             Rotate: _rotate,
             Store: _store,
             Gate: _gate,
@@ -357,6 +359,13 @@ def _forget(op: Forget, now: Pass, x: Tensor) -> Sequence[Tensor]:
 def _ask_query(op: AskQuery, now: Pass, x: Tensor, q: Tensor) -> Sequence[Tensor]:
     now.of_queries = query_bias(op.encoding, x, in_heads(q, op.head_dim))
     return ()
+
+
+def _scale_queries(op: ScaleQueries, now: Pass, q: Tensor) -> Sequence[Tensor]:
+    scales = op.encoding.query_scales()
+    assert scales is not None, "only layers with scales have this op"
+    scaled = in_heads(q, op.head_dim) * scales[now.batch.positions][..., None]
+    return (scaled.flatten(1).to(q.dtype),)
 
 
 def _rotate(op: Rotate, now: Pass, q: Tensor, k: Tensor) -> Sequence[Tensor]:

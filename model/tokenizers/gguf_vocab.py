@@ -21,6 +21,12 @@ _SPLIT_LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLIT_QWEN2 = _SPLIT_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_MARKS = r"\p{Lm}\p{Lo}\p{M}"  # letters of no case, and what is written on letters
+_SPLIT_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_MARKS}]*[\p{{Ll}}{_MARKS}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_MARKS}]+[\p{{Ll}}{_MARKS}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLIT_BLOOM = r" ?[^\s()|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c]+"
 
 # How text is split before merging, by GGUF's name for it. Not `default`: converters write it where
@@ -32,9 +38,11 @@ _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 _SPLITS = {
     **dict.fromkeys(_LLAMA3, _SPLIT_LLAMA3),
     **dict.fromkeys(_QWEN2, _SPLIT_QWEN2),
+    "tekken": _SPLIT_TEKKEN,
     "bloom": _SPLIT_BLOOM,
 }
-_BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3"})  # have a BOS by default
+_BEGUN = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})  # have a BOS by default
+_WHOLE = _LLAMA3 | {"tekken"}  # a word that is a token is not merged from its parts
 _NFC = _QWEN2 | {"mpt", "olmo"}
 _KEEP_SPACE = frozenset({"<s>", "<|endoftext|>"})  # Phi-3 tokens that do not strip white space
 
@@ -62,7 +70,7 @@ def _byte_level(fields: TokenizerFields) -> HfTokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [line.partition(" ")[::2] for line in fields.texts("merges")]
     try:
-        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in _LLAMA3)
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name in _WHOLE)
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(
             f"The GGUF file's merges do not fit its tokens ({error}): fetch the file again."

@@ -44,6 +44,11 @@
       append: "The distance has grown with the text: another place on the curve. The stored key has no position in it, so appending changes nothing that is stored.",
       move: "The key has been given an earlier position: another distance, another number to add. The stored key has no position in it, so moving changes nothing that is stored.",
     },
+    query_scale: {
+      seen: "The encoding multiplies each query by a number for its own position, and with it all of the query's scores: attention is sharper or flatter there.",
+      append: "The query is a later token now, with a number of its own. The stored key has no position in it, so appending changes nothing that is stored.",
+      move: "The key has been given an earlier position, which nothing asks for: what counts is the query's. The stored key has no position in it, so moving changes nothing that is stored.",
+    },
     query_bias: {
       seen: "The encoding leaves queries and keys alone. It adds a number to each score, which the query makes of itself for every distance: this curve is this query's own.",
       append: "The query is a later token now, with a curve of its own. The stored key has no position in it, so appending changes nothing that is stored.",
@@ -73,7 +78,7 @@
     },
   };
 
-  const CHANGING = new Set(["gates", "query_bias", "content_bias"]); // whose curve is that of one query
+  const CHANGING = new Set(["gates", "query_scale", "query_bias", "content_bias"]); // whose numbers are those of one query
 
   const ENCODER = " This is an encoder: it reads a text as a whole, and each token sees later ones, too. Nothing is appended to what it has read, " +
     "or moved in it: another text is computed anew.";

@@ -86,6 +86,15 @@ def helium(**changes):
     return transformers.HeliumConfig(**COMMON | shape | {"num_key_value_heads": 5} | changes)
 
 
+def ministral3(**changes):
+    """Three query heads for each key head; queries grow within the tests' lengths."""
+    shape = {"hidden_size": 40, "intermediate_size": 56, "num_attention_heads": 6, "head_dim": 16}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+    yarn |= {"rope_theta": 1234.0, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 2.5}
+    more = {"num_key_value_heads": 2, "rope_parameters": yarn | {"llama_4_scaling_beta": 0.4}}
+    return transformers.Ministral3Config(**COMMON | shape | more | changes)
+
+
 def starcoder2(**changes):
     """Two key heads for six query heads."""
     shape = {"hidden_size": 48, "intermediate_size": 40, "num_attention_heads": 6}
@@ -243,7 +252,7 @@ def save(model, folder, **options):
 
 def gguf_architecture(config):
     others = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3", "olmo3": "olmo2"}
-    others["qwen3_moe"] = "qwen3moe"
+    others |= {"qwen3_moe": "qwen3moe", "ministral3": "mistral3"}
     name = others.get(config.model_type, config.model_type)
     return next(arch for arch, its in gguf.MODEL_ARCH_NAMES.items() if its == name)
 
@@ -260,7 +269,8 @@ def gguf_name(config):
 
 def paired_heads(name, config):
     """The number of heads in the rows if GGUF stores them in pairs, else None."""
-    if config.model_type not in ("llama", "mistral", "smollm3", "granite", "granitemoe"):
+    paired = ("llama", "mistral", "ministral3", "smollm3", "granite", "granitemoe")
+    if config.model_type not in paired:
         return None
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     return heads.get(name.split(".")[-2])
@@ -453,6 +463,9 @@ def describe_rotation(writer, model):
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if config.model_type == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
         writer.add_sliding_window(config.sliding_window or 0)

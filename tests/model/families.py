@@ -21,6 +21,7 @@ from tests.model.checkpoints import (
     granitemoe,
     helium,
     llama,
+    ministral3,
     mistral,
     mixtral,
     olmo2,
@@ -122,6 +123,10 @@ GATED = {
     "glm4-tied-no-biases": row(glm4(attention_bias=False, tie_word_embeddings=True), "gguf"),
     "glm4-yarn": row(glm4(**rope("yarn", **YARN, partial_rotary_factor=0.25)), **SCALED),
     "helium": row(helium()),
+    "ministral3": row(ministral3(), "gguf", *ALL, answer=32, **SCALED),
+    "ministral3-window-tied": row(
+        ministral3(sliding_window=21, tie_word_embeddings=True, num_key_value_heads=6), **SCALED
+    ),
     "helium-biases": row(helium(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
     "smollm3": row(smollm3(), "gguf", answer=32, **SCALED),
     "smollm3-named-layers": row(

@@ -17,8 +17,8 @@ WIDE = torch.float64
 def logits(decoder, tokens, *, base=0, tables=torch.float32):
     """[T, vocab] for tokens at the positions base, base + 1, ...
 
-    tables: how angles, their sines and cosines, and linear biases are rounded. Published
-    models use float32; float64 gives what the formulas say.
+    tables: how angles, their sines and cosines, linear biases, and factors of queries are rounded.
+    Published models use float32; float64 gives what the formulas say.
     """
     own = {**program_of(decoder).weights, **parameters_of(decoder)}
     weights = {name: values.to(WIDE) for name, values in own.items()}
@@ -204,6 +204,10 @@ class Rotary(NoPosition):
     def products(self, layer, q, k, positions):
         """From the distance `near` on with other positions (2401.01325)."""
         found, near = super().products(layer, q, k, positions), self.options.get("near")
+        if (sharper := self.options.get("query_scale")) is not None:
+            passed = (positions // sharper["original_context"]).to(WIDE)
+            factors = 1 + sharper["beta"] * (1 + passed).log()
+            found = found * factors.to(self.tables).to(WIDE)[:, None]
         if near is None or layer not in (self.options.get("layers") or [layer]):
             return found
         group = self.options.get("group") or len(positions) + int(positions[0]) + near
@@ -426,6 +430,17 @@ class Decayed(NoPosition):
         return total
 
 
+class ByCount(NoPosition):
+    """Arxiv 2501.19399: softmax of s · log(n) · scores, n keys being seen; s by head."""
+
+    def bias(self, layer, positions, x, queries):
+        self.heads = iter(self.options["by_head"])
+
+    def products(self, layer, q, k, positions):
+        factors = (positions + 1).to(self.tables).log() * next(self.heads)
+        return super().products(layer, q, k, positions) * factors.to(WIDE)[:, None]
+
+
 RULES = {
     "nope": NoPosition,
     "alibi": Slopes,
@@ -440,4 +455,5 @@ RULES = {
     "tests.model.tiny:XPos": Decayed,
     "tests.model.tiny:Several": Everything,
     "tests.model.tiny:Fire": DistanceOverPosition,
+    "tests.model.tiny:Sharper": ByCount,
 }

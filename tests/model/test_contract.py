@@ -235,8 +235,9 @@ def test_swapping_two_tokens_changes_the_last_logits(encoding):
 def test_adding_a_constant_to_all_positions(encoding):
     decoder, tokens = tiny(encoding), random.Random(1).choices(range(61), k=20)
     moved = (run_uncached(decoder, tokens, base=100) - run_uncached(decoder, tokens)).abs().max()
-    # FIRE divides by the query's position, rounded ALiBi rounds by the key's, and groups have ends.
-    if encoding in {*ABSOLUTE, "fire", "alibi-rounded", "rope-far"}:
+    # Some divide or multiply by the query's position, rounded ALiBi rounds by the key's, and groups
+    # have ends.
+    if encoding in {*ABSOLUTE, "fire", "alibi-rounded", "rope-far", "sharper", "rope-sharper"}:
         assert moved > 0.1
     elif encoding.startswith("rope"):  # whose angles are float32
         assert moved < FLOAT32_ANGLES

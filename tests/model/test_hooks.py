@@ -82,6 +82,24 @@ def test_query_bias(act, why):
     assert re.search(why, said(with_hooks(query_bias=lambda self, x, q: act(x, q))))
 
 
+@pytest.mark.parametrize(
+    ("scales", "why"),
+    [
+        (torch.ones(256), r"query_scales returns float32 \[256\], and must return float32 \[posi"),
+        (torch.ones(256, 5), r"query_scales returns float32 \[256, 5\], and .* \[positions, 6\]"),
+        (
+            torch.ones(256, 1).double(),
+            r"query_scales returns float64 \[256, 1\], and must return f",
+        ),
+        (torch.ones(7, 1), "query_scales has 7 positions for a context of 256; set max_positions"),
+        (torch.arange(256)[:, None].log(), "query_scales holds numbers that are not finite"),
+        (2.0, "query_scales returns float, not Tensor"),
+    ],
+)
+def test_query_scales(scales, why):
+    assert re.search(why, said(with_hooks(query_scales=lambda self: scales)))
+
+
 def test_query_bias_is_the_only_bias():
     both = {
         "query_bias": lambda self, x, q: q,

@@ -140,40 +140,54 @@ def test_norms_less_one_are_rounded_once():
     assert LessOne().undo(torch.tensor([0.5, -1.0]).bfloat16()).tolist() == [1.5, 0.0]
 
 
+GEMMA3 = (transformers.Gemma3ForConditionalGeneration, transformers.Gemma3Config)
+MISTRAL3 = (transformers.Mistral3ForConditionalGeneration, transformers.Mistral3Config)
+
+
 @pytest.mark.parametrize("older", [False, True])
-def test_the_text_of_a_model_with_images(older, tmp_path):
-    row = FAMILIES["gemma3"]
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [
+        ("gemma3", GEMMA3),
+        ("gemma3-biases-untied-scale", GEMMA3),
+        ("ministral3-window-tied", MISTRAL3),
+        ("mistral-window", MISTRAL3),
+    ],
+)
+def test_the_text_of_a_model_with_images(family, kinds, older, tmp_path):
+    row, (kind, config) = FAMILIES[family], kinds
     text, eyes = drawn(row.config), {"hidden_size": 8, "intermediate_size": 8, "image_size": 28}
-    model = transformers.Gemma3ForConditionalGeneration(
-        transformers.Gemma3Config(
-            text_config=row.config.to_dict(),
-            vision_config=eyes | {"num_hidden_layers": 1, "num_attention_heads": 1},
-        )
+    eyes |= {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
+    tied = row.config.tie_word_embeddings
+    model = kind(
+        config(text_config=row.config.to_dict(), vision_config=eyes, tie_word_embeddings=bool(tied))
     )
     model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
     checkpoints.save(model, tmp_path, save_original_format=older)
     names = load_file(tmp_path / "model.safetensors")
     assert any(name.startswith("language_model.model.") for name in names) == older
     check_folder(tmp_path, text, row)
+    with_description(tmp_path, lambda values: drop(values, "tie_word_embeddings"))
+    check_folder(tmp_path, text, row)  # the tensors tell
     with_description(tmp_path, lambda values: values.pop("text_config"))
     with pytest.raises(CheckpointError, match="text_config is missing"):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_the_text_of_a_model_with_images_and_a_head_of_its_own(older, tmp_path):
-    row = FAMILIES["gemma3-biases-untied-scale"]
-    text = drawn(row.config)
-    config = transformers.Gemma3Config(
-        text_config=row.config.to_dict(),
-        vision_config={"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
-        tie_word_embeddings=False,
-    )
-    model = transformers.Gemma3ForConditionalGeneration(config)
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.lm_head.load_state_dict(text.lm_head.state_dict())
-    checkpoints.save(model, tmp_path, save_original_format=older)
-    check_folder(tmp_path, text, row)
+def drop(values, key):
+    """From a description and the text's within it."""
+    values.pop(key, None)
+    values["text_config"].pop(key, None)
+
+
+def test_a_text_of_no_family_that_is_known_with_images(tmp_path):
+    row = FAMILIES["ministral3-window-tied"]
+    saved(row.config, tmp_path)
+    description = {"model_type": "gemma3", "text_config": row.config.to_dict()}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    with pytest.raises(CheckpointError, match="model_type must be gemma3_text, not 'ministral3'"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

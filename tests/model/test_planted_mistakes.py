@@ -370,6 +370,11 @@ MISTAKES = {
         in_attention(rotation=grown_again),
         ["rope-raw-scaled", "rope-raw-by-layer", "rope-block-scaled"],
     ),
+    "queries-not-scaled": Mistake(in_options(query_scale=None), ["rope-sharper"]),
+    "queries-scaled-too-late": Mistake(
+        in_options(query_scale={"beta": 0.4, "original_context": 10}), ["rope-sharper"]
+    ),
+    "queries-scaled-as-other-heads": Mistake(in_options(by_head=[0.1] * 6), ["sharper"]),
     "far-turned-as-near": Mistake(in_attention(rotation=of_far(all_near)), FAR),
     "far-one-later": Mistake(in_attention(rotation=of_far(one_later)), ["rope-far"]),
     "far-keys-not-grouped": Mistake(in_attention(rotation=of_far(keys_as_near)), FAR),

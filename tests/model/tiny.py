@@ -102,6 +102,23 @@ class Fire(PositionalEncoding):
         return torch.einsum("h...n,hn->h...", units, self.outer).float()
 
 
+class Sharper(PositionalEncoding):
+    """Scores that grow with the number of keys (scalable softmax, arXiv 2501.19399)."""
+
+    @classmethod
+    def create(cls, options, config, context, device):
+        made, keys = cls(), torch.arange(1, context + 1, device=device)
+        by_head = torch.tensor(options["by_head"], device=device)
+        made.scales = keys.log()[:, None] * by_head
+        return made
+
+    def fixed_tensors(self):
+        return {"scales": self.scales}
+
+    def query_scales(self):
+        return self.scales
+
+
 class WideRoPE(RoPE):
     """With exact angles and tables, so that two rotations equal one over the whole distance."""
 
@@ -208,6 +225,9 @@ ENCODINGS = {
     "rope-scaled": EncodingSpec("rope", ROPE | {"scaling": YARN, "layers": [0, 2]}),
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
     "rope-by-layer": EncodingSpec("rope", ROPE | BY_LAYER),
+    "rope-sharper": EncodingSpec(
+        "rope", ROPE | {"query_scale": {"beta": 0.4, "original_context": 9}}
+    ),
     "rope-raw": EncodingSpec("rope", ROPE | {"storage": "raw"}),
     "rope-raw-scaled": EncodingSpec(
         "rope",
@@ -241,6 +261,9 @@ ENCODINGS = {
     "cope": EncodingSpec("cope", {"positions": 6}),
     "xpos": EncodingSpec(f"{__name__}:XPos", {"base": 100.0, "reach": 60}),
     "shaw": EncodingSpec(f"{__name__}:Shaw", {"clip": 11}),
+    "sharper": EncodingSpec(
+        f"{__name__}:Sharper", {"by_head": [0.2 * head + 0.1 for head in range(CONFIG.num_heads)]}
+    ),
     "several": EncodingSpec(f"{__name__}:Several", ROPE | {"storage": "raw"}),
     "table": EncodingSpec(f"{__name__}:Table", {}),
     "fire": EncodingSpec(f"{__name__}:Fire", FIRE),

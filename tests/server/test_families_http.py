@@ -22,7 +22,7 @@ CONFIGS = {row.config.model_type: row.config for row in reversed(FAMILIES.values
     "falcon": plain.falcon(num_attention_heads=4, hidden_size=32, num_hidden_layers=1),
 }
 # test_encoder_decoder.py, test_saving.py, test_parity_files.py
-ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk", "gemma3"}
+ELSEWHERE = {"t5", "mt5", "umt5", "ropewalk", "gemma3", "mistral3"}
 PROMPTS = [list(b"To be"), list(b"the rope is long, and the walk is longer")]
 
 

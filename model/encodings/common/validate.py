@@ -82,6 +82,7 @@ class _Hooks:
     def check_layer(self) -> None:
         self._check_rows("rotate", lambda rows: torch.cat(self._rotated(rows), dim=1))
         self._rotated(slice(None), dtype=HALF)
+        self._check_query_scales()
         self._check_bias()
         if forgets(self._encoding):
             self._check_forget_gates()
@@ -132,6 +133,28 @@ class _Hooks:
                     f"{hook} returns something else for a token when other tokens are computed "
                     "with it; the result must depend on the token and its position alone"
                 )
+
+    def _check_query_scales(self) -> None:
+        scales = self._ask("query_scales", object)
+        if scales is None:
+            return
+        scales, heads = self._need_kind("query_scales", scales, Tensor), self._config.num_heads
+        if (
+            scales.dtype is not torch.float32
+            or scales.dim() != 2
+            or scales.shape[1] not in (1, heads)
+        ):
+            raise self._error(
+                f"query_scales returns {_sizes([scales])}, and must return float32 [positions, 1] "
+                f"or [positions, {heads}]"
+            )
+        if len(scales) < self._context:
+            raise self._error(
+                f"query_scales has {len(scales)} positions for a context of {self._context}; set "
+                "max_positions, or make the table longer"
+            )
+        if not scales.isfinite().all():
+            raise self._error("query_scales holds numbers that are not finite")
 
     def _check_forget_gates(self) -> None:
         """Kernels read them by these sizes, where torch would repeat what is smaller."""

@@ -52,6 +52,7 @@ from ropewalk.model.program import (
     Program,
     Rotate,
     Scale,
+    ScaleQueries,
     SoftCap,
     Store,
     live_after,
@@ -80,12 +81,13 @@ class Kind(IntEnum):
     FORGET = 14
     SOFT_CAP = 15
     MIX_EXPERTS = 16
+    SCALE_QUERIES = 17
 
 
 KNOWN = {  # what `_lower` has a case for
     each.__name__
     for each in (
-        *(Embed, Place, Norm, Linear, Clip, Forget, Rotate, Store),
+        *(Embed, Place, Norm, Linear, Clip, Forget, ScaleQueries, Rotate, Store),
         *(AskQuery, Attend, Gate, Activate, Scale, SoftCap, Add, Keep, MixExperts),
     )
 }
@@ -434,6 +436,18 @@ class Lowering:
                     vectors=self.borrow("gates", gates.bias),
                     rows=len(gates.bias),
                     layer=op.layer,
+                )
+            case ScaleQueries():
+                (x,) = self.in_place(op)
+                scales = op.encoding.query_scales()
+                assert scales is not None, "only layers with scales have this op"
+                self.emit(
+                    Kind.SCALE_QUERIES,
+                    part,
+                    x=x,
+                    vectors=self.borrow("query scales", scales),
+                    rows=scales.shape[1],
+                    head_dim=op.head_dim,
                 )
             case Rotate():
                 self._rotate(op)

@@ -19,6 +19,8 @@ from tests.model.architectures.descriptions import ABSENT, Stored, from_gguf, hf
 from tests.model.checkpoints import loaded
 from tests.model.test_parity import difference
 
+MINISTRAL = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0}
+MINISTRAL |= {"original_max_position_embeddings": 16384, "llama_4_scaling_beta": 0.1}
 FAMILIES = [found.model_type for found in architectures() if found.absent]
 # What must be stated: its absence is disputed, or means something that is not served.
 STATED = {
@@ -34,6 +36,7 @@ STATED = {
         "num_local_experts": 0,
         "position_embedding_type": "rope",
     },
+    "ministral3": {"rope_parameters": MINISTRAL},
     "mistral": {"sliding_window": None},
     "mpt": {"attn_config": {}},
 }

@@ -138,6 +138,11 @@ CUTS = {
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "tekken": split(
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "bloom": split(r" ?[^(\s|[.,!?…。，、।۔،])]+"),
 }
 
@@ -168,7 +173,7 @@ def test_byte_level_any_text(byte_levels, pre, text):
 def test_text_is_cut_where_the_library_cuts_it(byte_levels, pre) -> None:
     """Pieces, as the few merges of these tokenizers seldom reach over a cut."""
     _, tokenizer = byte_levels[pre]
-    text = "One, two (three)|four: it's 1234.\n\n a…b。c，d、e।f۔g،h  i\t[j]!?k_l"
+    text = "One, two (three)|four: McKay it's 1234.\n\n a…b。c，d、e।f۔g،h  i\t[j]!?k_l"
     found = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(text)
     assert found == CUTS[pre].pre_tokenize_str(text)
 
@@ -182,17 +187,20 @@ def test_text_is_cut_where_the_library_cuts_it(byte_levels, pre) -> None:
         ("smaug-bpe", None, []),
         ("dbrx", None, []),
         ("qwen2", False, []),
+        ("tekken", None, [0]),
     ],
 )
-def test_bos_is_added_as_declared_and_by_default_only_for_llama3(pre, declared, expected):
+def test_bos_is_added_as_declared_and_by_default_only_for_some(pre, declared, expected):
     tokenizer = tokenizer_from_gguf(bpe_fields(byte_level(), pre, add_bos_token=declared))
     assert tokenizer.encode("", bos=True) == expected
     assert tokenizer.bos == 0
     assert tokenizer.eos == {1, 2}
 
 
-@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("qwen2", False)])
-def test_llama3_takes_a_whole_word_that_no_merge_reaches(pre, whole):
+@pytest.mark.parametrize(
+    ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("qwen2", False)]
+)
+def test_some_take_a_whole_word_that_no_merge_reaches(pre, whole):
     fields = bpe_fields(byte_level(), pre)
     fields["tokenizer.ggml.tokens"].append("qzx")
     fields["tokenizer.ggml.token_type"].append(int(PieceType.NORMAL))

@@ -149,7 +149,7 @@ inline void pick_experts(const T *scores, int64_t experts, int64_t used, bool no
 
 enum Kind : int64_t {
   kEmbed, kPlace, kNorm, kLinear, kClip, kRotate, kStore, kAttend, kGate, kActivate, kScale, kAdd,
-  kKeep, kCopy, kForget, kSoftCap, kMixExperts,
+  kKeep, kCopy, kForget, kSoftCap, kMixExperts, kScaleQueries,
 };
 
 // Columns of a value; without any, nothing.
@@ -171,7 +171,8 @@ extern "C" struct OpArguments {
   NormArguments norm;
   LinearArguments linear;
   const void *table;              // [vocab, width] of embeddings; or gates' weights, float
-  const float *vectors;           // [positions, width] to be added to them; or gates' biases
+  const float *vectors;  // [positions, width] to be added to them, or of queries' scales [positions,
+                         // rows]; or gates' biases
   const float *cosines, *sines;   // [positions, pairs]
   int64_t rows;                   // of the table
   int64_t pairs, interleaved, by_offset, head_dim, activation;
@@ -250,6 +251,7 @@ class Rows {
       case kForget: return forget(team, op);
       case kSoftCap: return soft_cap(team, op);
       case kMixExperts: return mix_experts(team, op);
+      case kScaleQueries: return scale_queries(team, op);
     }
   }
 
@@ -329,6 +331,22 @@ class Rows {
   void clip(Team &team, const OpArguments &op) const {
     const float most = float(op.number);
     change_all(team, op, [=](float own) { return own > most ? most : own < -most ? -most : own; });
+  }
+
+  // Heads of x, each by its own number for the position or all by one.
+  void scale_queries(Team &team, const OpArguments &op) const {
+    T *x = at(op.x);
+    const int64_t dim = op.head_dim, step = op.x.width, count = op.x.count;
+    const int64_t *positions = step_.positions + first_;
+    each(team, [=, &op](int64_t r) {
+      const float *scales = op.vectors + positions[r] * op.rows;
+      for (int64_t start = 0; start < count; start += dim) {
+        const float scale = scales[op.rows > 1 ? start / dim : 0];
+        T *head = x + r * step + start;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; ++i) narrow(widen(head[i]) * scale, head + i);
+      }
+    });
   }
 
   // Heads of x and of y, by the same angle.
