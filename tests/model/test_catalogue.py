@@ -103,7 +103,7 @@ def test_every_encoding_of_the_folder_is_listed_once_and_tells_all() -> None:
 @pytest.mark.parametrize(
     ("name", "used", "bias"),
     [
-        ("rope", {"rotate", "rotation", "for_layer"}, None),
+        ("rope", {"query_scales", "rotate", "rotation", "for_layer"}, None),
         ("alibi", {"score_bias"}, "linear"),
         ("t5", {"score_bias", "for_layer"}, "table"),
         ("learned", {"embed"}, None),

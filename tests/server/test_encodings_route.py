@@ -54,7 +54,7 @@ def test_route_lists_all_with_the_models_that_have_them(outside) -> None:
     models = {entry["name"]: entry["models"] for entry in body["data"]}
     assert (models["rope"], models[outside], models["t5"]) == (["m0", "m2"], ["m1"], [])
     (rope,) = (entry for entry in body["data"] if entry["name"] == "rope")
-    assert rope["hooks"] == ["rotate", "rotation", "for_layer"]
+    assert rope["hooks"] == ["query_scales", "rotate", "rotation", "for_layer"]
     assert rope["backends"][1]["reason"] == "no compiler here"
     assert [work["keys"] for work in rope["work"]] == list(LENGTHS)
     assert listed(app) == body
