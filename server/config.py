@@ -72,6 +72,7 @@ class LimitOptions:
 
     max_seqs: int
     max_step_tokens: int | None  # None: by device
+    draft_tokens: int | None  # None: by device
     max_queue: int
     max_queue_time: float  # seconds
 

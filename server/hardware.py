@@ -86,6 +86,11 @@ def num_step_tokens(wanted: int | None, max_seqs: int, decoder: Decoder) -> int:
     return wanted or max(max_seqs, 2048 if lean else 512)
 
 
+def num_draft_tokens(wanted: int | None, device: torch.device) -> int:
+    """`wanted`, else some on a CPU; a GPU's steps are launched before their tokens are known."""
+    return (7 if device.type == "cpu" else 0) if wanted is None else wanted
+
+
 def device_name(device: torch.device) -> str:
     """For people: "cpu, 2 threads", or which GPU."""
     if device.type == "cuda":

@@ -51,6 +51,7 @@ IN_PROCESS = (  # load tests in one process with what they measure, which they m
     "load_tests/micro/scaling_parts.py",
     "load_tests/micro/spill_cost.py",
     "load_tests/micro/step_cost.py",
+    "load_tests/run/draft_gain.py",
 )
 LATE = {  # what few need, and is imported where it is: in a function of these files
     "model/chat/template.py": ("model.tokenizers.gguf_fields",),

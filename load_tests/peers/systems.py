@@ -15,7 +15,10 @@ from pathlib import Path
 from ropewalk.load_tests.client import process
 from ropewalk.load_tests.client.client import Dialect, Server
 
-OURS = "{python} -m ropewalk serve {model}/bf16 --host {host} --port {port} --dtype {dtype}"
+OURS = (
+    "{python} -m ropewalk serve {model}/bf16 --draft-tokens 0 "  # the peers guess none either
+    "--host {host} --port {port} --dtype {dtype}"
+)
 ROPEWALK = "ropewalk"
 # In place of a dtype: weights in that many bits, all else in bfloat16; and which systems can.
 _FEW_BITS = ("int8", "int4")

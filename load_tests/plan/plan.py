@@ -195,6 +195,7 @@ async def _servers(
     for server in servers:
         words = [*PROGRAM, args.serve, "--host", server.host, "--port", str(server.port)]
         words += ["--threads", "1", "--kv-memory", args.kv_memory, "--kv-spill", "0"]
+        words += ["--draft-tokens", "0"]  # a step's time is predicted from how many it is for
         log = logs / f"{server.port}.log"
         started = stopping.enter_context(process.start(args.serve, words, log))
         await started.answers(server, progress.note)

@@ -181,6 +181,7 @@ def _start(source: str, group: _Group, logs: Path, context: int, kv_bytes: int) 
     words += ["--host", group.server.host, "--port", str(group.server.port)]
     words += ["--threads", str(max((os.cpu_count() or 1) - 1, 1))]  # the client needs a core, too
     words += ["--kv-memory", str(kv_bytes * len(group.variants))]
+    words += ["--draft-tokens", "0"]  # how often guesses are right depends on what is generated
     if not group.own_context:
         words += ["--max-model-len", str(context)]
     words += ["--request-timeout", f"{group.server.timeout_s:g}", *group.flags]

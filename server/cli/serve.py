@@ -266,6 +266,13 @@ SETTINGS: tuple[Variable, ...] = (
         shown="auto, 512 (on a GPU mostly 2048), or --max-seqs if that is more",
     ),
     _limits(
+        "--draft-tokens",
+        "most tokens of an answer that are guessed and checked in one step; a guess is what "
+        "followed the answer's last tokens before, and changes no answer; 0: none",
+        auto(count(0, 64)),
+        shown="auto, 7, or on a GPU 0: there guessing keeps steps from being launched ahead",
+    ),
+    _limits(
         "--max-queue",
         "sequences that may wait in the queue; further ones are refused with 429",
         count(1, 1 << 20),

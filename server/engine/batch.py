@@ -33,6 +33,7 @@ class Sample(NamedTuple):
     request: Request
     row: int  # of the logits
     place: int  # of the token in the answer
+    guess: int | None = None  # a draft of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def build_batch(
     """
     parts = [list(_spans(item, table_of(item.request.id))) for item in work]
     spans = list(chain.from_iterable(parts))
-    starts = [0, *accumulate(item.count for item in work)]
+    starts = [0, *accumulate(item.width for item in work)]
     outputs, samples, prompts = _outputs(work, starts)
     forward = _pack(spans, outputs, block_size)
     if work[0].request.source:
@@ -83,10 +84,11 @@ def build_batch(
 def _spans(work: Work, table: Table) -> Iterator[_Span]:
     """The tokens to compute, 0 for one that only the device knows yet: its prompt's together."""
     tokens = work.request.context(work.start, work.start + work.count) or [0] * work.count
+    tokens += work.drafts
     of_prompt = max(0, work.request.context_prompt - work.start)
     if of_prompt:
         yield _Span(tokens[:of_prompt], work.start, table)
-    for index in range(of_prompt, work.count):
+    for index in range(of_prompt, work.width):
         yield _Span(tokens[index : index + 1], work.start + index, table, prompt=False)
 
 
@@ -192,8 +194,10 @@ def _outputs(
             rows.extend(range(start, start + predicting))
         if item.samples:
             known = item.start + item.count + request.dropped
-            samples.append(Sample(request, len(rows), known - request.num_prompt))
-            rows.append(start + item.count - 1)
+            place, row = known - request.num_prompt, start + item.count - 1
+            for after, guess in enumerate((*item.drafts, None)):
+                samples.append(Sample(request, len(rows), place + after, guess))
+                rows.append(row + after)
     return rows, samples, prompts
 
 
@@ -232,7 +236,7 @@ class StepBatches:
             return self._decoding.batch
         batch = build_batch(work, self._table_of, self._block_size)
         decoding = all(
-            each.count == 1 and each.samples and each.start >= each.request.context_prompt
+            each.width == 1 and each.samples and each.start >= each.request.context_prompt
             for each in work
         )
         self._decoding = None
@@ -293,9 +297,7 @@ class _Decoding:
         self.batch = replace(
             self.batch,
             forward=replace(forward, max_context=forward.max_context + 1),
-            samples=tuple(
-                Sample(request, row, place + 1) for request, row, place in self.batch.samples
-            ),
+            samples=tuple(sample._replace(place=sample.place + 1) for sample in self.batch.samples),
         )
         return True
 
@@ -304,7 +306,7 @@ class _Decoding:
         return (
             work.request is first.request
             and work.start == first.start + self._steps
-            and work.count == 1
+            and work.width == 1
             and self._table_of(work.request.id).blocks is blocks
         )
 

@@ -378,7 +378,18 @@ def _sample_rows(logits: Tensor, batch: StepBatch, sampler: Sampler) -> dict[str
     sampled = _sampled_together(rows, asks, sampler) or [
         _sampled_alone(row, ask, sampler) for row, ask in zip(rows, asks, strict=True)
     ]
-    return {of.request.id: each for of, each in zip(batch.samples, sampled, strict=True)}
+    return _by_request(batch.samples, sampled)
+
+
+def _by_request(samples: Sequence[Sample], sampled: Sequence[Sampled]) -> dict[str, Sampled]:
+    """The first token of each, with those that follow it as far as their drafts were right."""
+    found: dict[str, Sampled] = {}
+    for of, each in zip(reversed(samples), reversed(sampled), strict=True):
+        after = found.get(of.request.id)
+        if after is not None and each.token == of.guess:
+            each = replace(each, following=(replace(after, following=()), *after.following))
+        found[of.request.id] = each
+    return found
 
 
 def _ask(sample: Sample, *, coming: bool = False) -> Ask:

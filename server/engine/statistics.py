@@ -10,7 +10,8 @@ kept, and a chunk's cost is the difference of two of them.
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import add, sub
@@ -75,7 +76,7 @@ class PositionMeter:
 
     def _spent(self, plan: Sequence[Work]) -> PositionalWork:
         before = map(sum, zip(*(self._upto(work.start) for work in plan), strict=True))
-        after = map(sum, zip(*(self._upto(work.start + work.count) for work in plan), strict=True))
+        after = map(sum, zip(*(self._upto(work.start + work.width) for work in plan), strict=True))
         spent = PositionalWork(*map(sub, after, before))
         for work in plan:
             if work.encodes:
@@ -84,11 +85,15 @@ class PositionMeter:
                 spent += self._source_cost(length) * length
         return spent
 
-    def extrapolated(self, recorded: Iterable[Work]) -> int:
-        """How many of these requests have their newest token past the trained context."""
-        if self._trained_context is None:
+    def extrapolated(self, recorded: Iterable[Work], generated: Mapping[str, int]) -> int:
+        """How many of the tokens `generated`, by request, are past the trained context."""
+        most = self._trained_context
+        if most is None:
             return 0
-        return sum(work.request.context_length > self._trained_context for work in recorded)
+        return sum(
+            max(0, min(generated[work.request.id], work.request.context_length - most))
+            for work in recorded
+        )
 
     def _upto(self, context: int) -> Sum:
         """The summed cost of tokens that see 1, 2, ... `context` keys."""
@@ -125,7 +130,7 @@ class Statistics:
         self._meter = meter
         self._clock = clock
         self._began = 0.0
-        self._before = (0, 0, 0)
+        self._before = (0, 0, 0, 0)
         self._last_token: dict[str, float] = {}
         self._flushed = 0  # blocks, since the last step
         self._kept: list[OpReport] = []  # operations on kept sequences, since then
@@ -158,10 +163,10 @@ class Statistics:
         audit: AuditCounts,
         timed: tuple[PassTimes, ...],
     ) -> StepStats:
-        computed, evicted, forced = self._totals()
+        computed, evicted, forced, accepted = self._totals()
         gaps = self._gaps(events)
         written = sum(work.rows for work in plan.work)
-        generated = {event.request_id for event in events if event.token is not None}
+        generated = Counter(event.request_id for event in events if event.token is not None)
         flushed, self._flushed = self._flushed, 0
         kept, self._kept = tuple(self._kept), []
         spill = self._manager.spilled()
@@ -175,6 +180,8 @@ class Statistics:
             cached_prompt_tokens=sum(request.cached for request in plan.admitted),
             generated_tokens=sum(event.token is not None for event in events),
             forced_tokens=forced - self._before[2],
+            draft_tokens=sum(len(work.drafts) for work in plan.work),
+            accepted_draft_tokens=accepted - self._before[3],
             written_entries=written * self._kv.entries_per_token,
             written_bytes=written * self._kv.bytes_per_token,
             preemptions=plan.preempted,
@@ -198,20 +205,19 @@ class Statistics:
             phase=forecast.phase,
             decode_context=forecast.decode_context,
             timed=timed,
-            extrapolated_tokens=self._meter.extrapolated(
-                work for work in plan.work if work.request.id in generated
-            ),
+            extrapolated_tokens=self._meter.extrapolated(plan.work, generated),
             inter_token_seconds=gaps,
             outlook=self._scheduler.outlook(),
             ended=tuple(self._scheduler.drain_ended()),
         )
 
-    def _totals(self) -> tuple[int, int, int]:
+    def _totals(self) -> tuple[int, int, int, int]:
         scheduler = self._scheduler
         return (
             scheduler.computed_prompt_tokens,
             self._manager.evicted_blocks,
             scheduler.forced_tokens,
+            scheduler.accepted_draft_tokens,
         )
 
     def _gaps(self, events: Sequence[TokenEvent]) -> tuple[float, ...]:
@@ -236,7 +242,7 @@ def _phase(plan: tuple[Work, ...]) -> Phase | None:
 
 def _decode_context(plan: tuple[Work, ...]) -> int | None:
     """The longest context when every request decodes one token; None otherwise."""
-    if _phase(plan) is not Phase.DECODE or any(work.count > 1 for work in plan):
+    if _phase(plan) is not Phase.DECODE or any(work.width > 1 for work in plan):
         return None
     return max(work.start + work.count for work in plan)
 

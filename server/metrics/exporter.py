@@ -319,6 +319,8 @@ class ModelMetrics:
             (self._cached, stats.cached_prompt_tokens),
             (self.of["generated_tokens"], stats.generated_tokens),
             (self.of["forced_tokens"], stats.forced_tokens),
+            (self.of["draft_tokens"], stats.draft_tokens),
+            (self.of["accepted_draft_tokens"], stats.accepted_draft_tokens),
             (self.of["kv_written_bytes"], stats.written_bytes),
             (self.of["kv_written_entries"], stats.written_entries),
             (self.of["preemptions"], stats.preemptions),

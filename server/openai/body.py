@@ -214,7 +214,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "lora_request": (),
     "modalities": (["text"],),
     "no_stop_trim": (False,),  # this and three more: SGLang's, which vllm-router adds to each body
-    "prediction": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "regex": (),

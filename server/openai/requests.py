@@ -25,11 +25,12 @@ from ropewalk.server.openai.schemas import (
     GenerationBody,
     Message,
     TemplateBody,
+    text_of,
 )
 from ropewalk.server.openai.scores import spell_prompt
 from ropewalk.server.openai.served_models import Served
 from ropewalk.server.scheduling.kept import Kept, new_id
-from ropewalk.server.scheduling.request import Overflow, Request, check_length, too_long
+from ropewalk.server.scheduling.request import Drafts, Overflow, Request, check_length, too_long
 from ropewalk.server.structured.compiler import Compiled
 from ropewalk.server.structured.grammar import Grammar, Kind
 from ropewalk.server.tools.conventions import Told
@@ -48,13 +49,14 @@ RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others inclu
 class Prompt:
     """`text` is what echo repeats; None without echo. `thinking`: it ends within reasoning.
 
-    `origin`: a kept sequence, whose tokens are the first.
+    `origin`: a kept sequence, whose tokens are the first. `predicted`: what the answer may be.
     """
 
     tokens: list[int]
     text: str | None = None
     thinking: bool = False
     origin: Kept | None = None
+    predicted: Sequence[int] = ()
 
 
 async def completion_prompts(
@@ -111,7 +113,17 @@ async def chat_prompt(body: ChatBody, served: Served, *, fits: bool = True) -> P
     if fits:
         check_prompt(tokens, served, "messages")
     think = served.conventions.format.think
-    return Prompt(tokens, thinking=think is not None and text.rstrip().endswith(think[0]))
+    thinking = think is not None and text.rstrip().endswith(think[0])
+    return Prompt(tokens, thinking=thinking, predicted=await _predicted(body, served))
+
+
+async def _predicted(body: ChatBody, served: Served) -> Sequence[int]:
+    """What the client expects, without tokens that the model does not have."""
+    if body.prediction is None:
+        return ()
+    text = text_of(body.prediction.content)
+    tokens = await encode(text, served, bos=False, param="prediction")
+    return [token for token in tokens if token < served.vocab_size]
 
 
 async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Served) -> str:
@@ -366,6 +378,7 @@ def choices_for(
                 sibling=first,
                 origin=prompt.origin,
                 keep=new_id() if body.keep else "",
+                drafts=Drafts(tokens, prompt.predicted),
             )
             if served.encoder_decoder is None and params.prompt_logprobs is None:
                 first = first or request.id

@@ -325,6 +325,17 @@ class ToolCall(Strict):
     provider_specific_fields: Any = None  # as in a message
 
 
+def text_of(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Prediction(Strict):
+    """What much of the answer is expected to be, as of a text that is to be edited."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content
@@ -341,11 +352,7 @@ class Message(Strict):
 
     def plain(self) -> dict[str, Any]:
         """As a chat template reads it, with OpenAI's newer role "developer" as "system"."""
-        content = (
-            self.content
-            if isinstance(self.content, str)
-            else "".join(part.text for part in self.content)
-        )
+        content = text_of(self.content)
         role = "system" if self.role == "developer" else self.role
         more = self.model_dump(include=_SHOWN, exclude_none=True)
         thought = self.reasoning_content or self.reasoning
@@ -511,6 +518,7 @@ class ChatBody(TemplateBody, GenerationBody):
     add_special_tokens: bool = False
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+    prediction: Prediction | None = None
 
     @property
     def told_tools(self) -> Sequence[Tool]:

@@ -1,9 +1,12 @@
 """Requests, the work of a step, and what the engine says about both. Plain data: no torch."""
 
 import random
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
+from itertools import cycle, islice
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +46,67 @@ def owner(sequence: str) -> str:
     return sequence.removesuffix(ENCODED)
 
 
+ALIKE = 3  # tokens that must be as before, for a guess at what follows
+AHEAD = 16  # tokens that are guessed at most
+USUAL_RATE, MOST_RATE = 0.5, 0.9  # of right guesses: until some were seen, and what is believed
+NEWEST = 1 / 8  # how much the newest guess counts
+
 Vector = NDArray[np.float64]
+
+
+class Drafts:
+    """Guesses at the next tokens of one request's answer: what followed its last ones before.
+
+    Known as prompt lookup, or n-gram speculation: texts that repeat parts of what they were given,
+    as edits and quotations do, get several tokens from one reading of the weights.
+    """
+
+    __slots__ = ("_guess", "_rate", "_read", "_stored")
+
+    def __init__(self, prompt: Sequence[int] = (), predicted: Sequence[int] = ()) -> None:
+        """predicted: what may follow the prompt."""
+        before = [*prompt[-ALIKE:], *predicted] if predicted else ()
+        self._stored = bytearray(array("i", before).tobytes())  # to be searched as bytes
+        self._read = 0
+        self._guess: tuple[int, ...] = ()
+        self._rate = USUAL_RATE  # how often a guess was right lately
+
+    def next(self, tokens: Sequence[int], share: float, most: int) -> tuple[int, ...]:
+        """At most so many guesses, of which each is expected to be right more often than `share`.
+
+        tokens: all of the request, of which the new ones are read. A guess can only be right if
+        those before it are.
+        """
+        self._follow(tokens)
+        self._guess = self._found()
+        if self._rate <= share:
+            return ()
+        worth = int(log(share) / log(self._rate))
+        return self._guess[: min(worth, most)]
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        """Also learns whether the last guess was right, even if it was not worth checking."""
+        new = tokens[self._read :]
+        for token, guess in zip(new, self._guess, strict=False):
+            self._rate += ((token == guess) - self._rate) * NEWEST
+            if token != guess:
+                break
+        self._rate = min(self._rate, MOST_RATE)
+        self._stored += array("i", new).tobytes()
+        self._read = len(tokens)
+
+    def _found(self) -> tuple[int, ...]:
+        """What followed where the last tokens stood before, repeated if they overlap."""
+        wide = array("i").itemsize
+        last = self._stored[-ALIKE * wide :]
+        end = len(self._stored) - wide
+        while (at := self._stored.rfind(last, 0, end)) % wide and at >= 0:
+            end = at + len(last) - 1  # it began within a token
+        if at < 0:
+            return ()
+        start = at + len(last)
+        after = array("i", self._stored[start : start + AHEAD * wide])
+        return tuple(islice(cycle(after), AHEAD))
 
 
 @dataclass(slots=True)
@@ -80,12 +143,28 @@ class Request:
     preemptions: int = 0
     computed_before: int = 0  # prompt tokens, at most, whenever it was preempted
     history: History = field(default_factory=History, init=False)  # of `tokens`, for penalties
+    drafts: Drafts = field(default_factory=Drafts)
     draws: list[float] = field(default_factory=list)  # from `rng`, by token of the answer
     abort_as: FinishReason = FinishReason.ABORT  # STOP once a stop string has ended the text
     answered: int | None = None  # tokens until then: further ones were being computed
     # By position; nothing predicts the first token of a prompt.
     prompt_logprobs: list["TokenLogprob | None"] = field(default_factory=lambda: [None])
     pooled: "Vector | None" = None  # the sum of what an embedding is made of, as far as computed
+
+    @property
+    def guessable(self) -> bool:
+        """Whether a token after a guessed one is picked as it would be without guessing.
+
+        Penalties, a least length and a grammar look at all tokens before the one that is picked.
+        """
+        params, generated = self.params, self.num_generated
+        return bool(
+            generated
+            and generated >= params.min_tokens
+            and not params.penalises
+            and self.matcher is None
+            and self.pooling is None
+        )
 
     def stop_after(self, answered: int) -> None:
         """A stop string has ended the text with so many tokens of the answer."""
@@ -241,11 +320,12 @@ class Limits:
     lone_factor: int = 1  # multiplies max_step_tokens while there is only one request
     max_queue_s: float = inf  # that a request may wait before the first of its prompts runs
     several_clients: bool = False  # there are several API keys
+    draft_tokens: int = 0  # guesses that are computed for one request in one step
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if type(value) is int and value < 1:
+            if type(value) is int and value < (name != "draft_tokens"):
                 raise ValueError(f"{name} is {value}; use 1 or more")
 
     @property
@@ -287,11 +367,16 @@ def too_long(param: str, has: str, context: int, what: str = "") -> PromptTooLon
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute tokens start .. start + count - 1 of the request's context in this step."""
+    """Compute tokens start .. start + count - 1 of the request's context in this step.
+
+    drafts: guesses at the tokens after them, which are computed as well. Then `count` reaches the
+    last known token.
+    """
 
     request: Request
     start: int
     count: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
@@ -314,7 +399,12 @@ class Work:
     @property
     def rows(self) -> int:
         """Tokens that the step computes for it, on both sides of the model."""
-        return self.count + (len(self.request.source) if self.encodes else 0)
+        return self.width + (len(self.request.source) if self.encodes else 0)
+
+    @property
+    def width(self) -> int:
+        """Tokens that the decoder computes for it."""
+        return self.count + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,13 +420,15 @@ class Plan:
 class Sampled:
     """A step's result for one request: its next token, or the error that ends it alone.
 
-    pooled: of an embedding, the sum of the step's hidden states that it is made of.
+    pooled: of an embedding, the sum of the step's hidden states that it is made of. following: what
+    was picked after drafts that were right.
     """
 
     token: int
     logprob: TokenLogprob | None = None
     error: ServeError | None = None
     pooled: Vector | None = None
+    following: tuple["Sampled", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +462,8 @@ class StepStats:
     waiting: int = 0
     batch_requests: int = 0
     forced_tokens: int = 0  # of the generated ones, those that a grammar left no choice about
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0  # those that were right
     computed_prompt_tokens: int = 0  # once per request: recomputation after preemption excluded
     cached_prompt_tokens: int = 0  # found in the cache, of prefix_queried_tokens
     generated_tokens: int = 0

@@ -52,6 +52,7 @@ def test_defaults() -> None:
     assert (plain.http.request_timeout_s, plain.drain_timeout_s) == (300, 30)
     assert plain.http.first_ping_s == plain.limits.max_queue_time + 5
     assert (plain.limits.max_seqs, plain.limits.max_step_tokens) == (64, None)
+    assert plain.limits.draft_tokens is None
     assert plain.cache.block_size == 16
     assert plain.cache.prefix_sharing
     assert plain.cache.kv_memory is plain.cache.kv_dtype is None
@@ -90,7 +91,7 @@ def test_every_flag_reaches_the_config(tmp_path: Path) -> None:
         *((("storage", "block"), ("base", 5e5)), "sdpa", 8192, 2, file),
     )
     assert dataclasses.astuple(given.cache) == (1 << 30, "int8", 2 << 30, 32, False, "full", 9)
-    assert dataclasses.astuple(given.limits) == (3, 7, 1, 2.5)
+    assert dataclasses.astuple(given.limits) == (3, 7, None, 1, 2.5)
     assert (given.host, given.port, given.drain_timeout_s) == ("::1", 9, 0.5)
     assert given.http == HttpOptions(
         api_keys=frozenset({"k1", "k2", "k3"}),
@@ -136,6 +137,7 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         "metrics_compat": "vllm",
         "operator_routes": "off",
         "max_step_tokens": "99",
+        "draft_tokens": "9",
     }
     text = samples.get(option.name, "77")
     base = {}

@@ -77,7 +77,7 @@ def test_what_an_encoder_reads_sees_all_of_it():
 
 def test_a_meter_of_nothing():
     assert PositionMeter().measure([work(count=9)]) == (PositionalWork(), PositionalWork())
-    assert PositionMeter().extrapolated([work(count=9)]) == 0
+    assert PositionMeter().extrapolated([work(count=9)], {}) == 0
 
 
 def test_tokens_past_the_trained_context_are_counted():

@@ -115,7 +115,7 @@ def test_a_mixed_plan_becomes_exact_tensors():
     assert made.block_bases.tolist() == [[0, 4, 8], [100, 0, 0], [0, 0, 0]]
     assert made.output_rows.tolist() == [4, 5, 6, 7]
     assert (made.max_query, made.max_context) == (4, 7)
-    assert batch.samples == ((single, 0, 1), (scored, 3, 0))
+    assert batch.samples == ((single, 0, 1, None), (scored, 3, 0, None))
     assert batch.prompts == (PromptRows(scored, 1, slice(1, 3)),)
 
 
