@@ -28,10 +28,11 @@ class WithImages(Architecture):
         if text is None:
             raise fields.missing("text_config")
         kind = text.text("model_type")
-        family = None if kind is None else self.texts.get(kind)
+        if kind is None:
+            raise text.missing("model_type")
+        family = self.texts.get(kind)
         if family is None:
-            known = " or ".join(self.texts)
-            raise text.error(f"model_type must be {known}, not {shown(kind or 'missing')}")
+            raise text.error(f"model_type must be {' or '.join(self.texts)}, not {shown(kind)}")
         config = family.config_from_hf(text, weights)
         tied = fields.flag("tie_word_embeddings")
         if tied is None and text.flag("tie_word_embeddings") is None:

@@ -36,10 +36,11 @@ class Ministral3(GatedDecoder):
         return (fields.optional_integer("sliding_window", Most.CONTEXT),) * layers
 
     def rope(self, fields: Fields, head_dim: int, context: int, layers: int) -> EncodingSpec:
-        own = fields.section("rope_parameters")
+        own = fields.section("rope_parameters") or fields.section("rope_scaling")
         if own is None:
             raise fields.missing("rope_parameters")
-        own.require(BETA)
+        if own.get(BETA) is None:
+            raise own.missing(BETA)
         beta = own.optional_number(BETA, zero_is_none=True)
         # The original length counts; this one repeats the model's.
         known = frozenset({BETA, "max_position_embeddings"})

@@ -325,9 +325,7 @@ class PositionalEncoding(nn.Module):
             if rotates(own) or own.rotation() is not None:
                 heads = len(seen) * (config.num_heads + config.num_kv_heads)
                 total += PositionalWork(rotations=heads, flops=heads * 3 * config.head_dim)
-            if (scales := own.query_scales()) is not None:
-                scaled, columns = len(seen) * config.num_heads, scales.shape[1]
-                total += PositionalWork(flops=scaled * config.head_dim, bytes=4 * columns)
+            total += work_of_scales(own.query_scales(), config, len(seen))
             if forgets(own):
                 # A product for each gate, and sums of the stored ones.
                 made, sums = len(seen) * config.num_heads, config.num_heads * sum(seen)
@@ -351,6 +349,14 @@ class PositionalEncoding(nn.Module):
         return total
 
 
+def work_of_scales(scales: Tensor | None, config: ModelConfig, layers: int) -> PositionalWork:
+    """Of one token's queries in so many layers."""
+    if scales is None:
+        return NO_WORK
+    numbers = layers * config.num_heads * config.head_dim
+    return PositionalWork(flops=numbers, bytes=4 * scales.shape[1])
+
+
 def names() -> list[str]:
     """Encodings in this folder, by file name."""
     return sorted(
@@ -372,7 +378,9 @@ def create(
     try:
         encoding = kind.create(spec.options, config, context, device)
         for layer in range(config.num_layers):
-            encoding.for_layer(layer)
+            own = encoding.for_layer(layer)
+            if isinstance(own, PositionalEncoding):  # else `check_hooks` says so
+                _ = own.query_scales(), own.forget_gates()  # which a program asks before `freeze`
     except EncodingError:
         raise
     except Exception as error:  # foreign code may raise anything

@@ -23,6 +23,7 @@ from ropewalk.model.encodings.base import (
     inherits,
     need_integer,
     need_table,
+    work_of_scales,
 )
 from ropewalk.model.encodings.common.cost import NO_WORK, PositionalWork
 from ropewalk.model.encodings.common.rope_scaling import Scaling, frequencies, scaling_from
@@ -45,8 +46,9 @@ class RoPE(PositionalEncoding):
     go on from there (Self-Extend, arXiv 2401.01325). In one group of all positions, every far key
     is as if at distance `near` (Su's ReRoPE).
 
-    `query_scale` multiplies the query at position m by 1 + beta · log(1 + ⌊m / original_context⌋)
-    (Ministral 3; Llama 4 with m + 1), so that attention stays sharp among many keys.
+    `query_scale` multiplies the query at position m by 1 + beta · log(1 + ⌊m / original_context⌋),
+    in layers that are rotated by `base` (Ministral 3), so that attention stays sharp among many
+    keys.
 
     Under `dynamic` and `longrope` the frequencies of a published model depend on the length of
     the sequence, which would invalidate keys cached earlier. Here they are those for the served
@@ -64,8 +66,9 @@ class RoPE(PositionalEncoding):
         "layers": "indices of the layers whose queries and keys are rotated; default all",
         "elsewhere": "how the other layers are rotated: an object with base, width, layout and "
         "perhaps scaling; default not at all",
-        "query_scale": "what queries are multiplied by, 1 + beta · log(1 + ⌊position / "
-        "original_context⌋): an object with beta and original_context; default none",
+        "query_scale": "what queries are multiplied by in the layers that layers names, 1 + beta · "
+        "log(1 + ⌊position / original_context⌋): an object with beta and original_context; default "
+        "none",
         "near": "the distance from which on keys are rotated as group says, for contexts "
         "longer than trained; storage is raw then; default none",
         "group": "how many positions share one rotation for far keys, as in Self-Extend; default "
@@ -310,15 +313,12 @@ class RoPE(PositionalEncoding):
                 blocks = [-(-count // block_size) for count in keys]
                 queries, rotated, angles = sum(blocks), len(keys), max(blocks) + 1
         heads = config.num_heads * queries + config.num_kv_heads * rotated
-        work = PositionalWork(
+        rotated_by = PositionalWork(
             rotations=heads,
             flops=heads * 3 * self.width,
             bytes=angles * self.width * self.cos.element_size(),
         )
-        if self.scales is None:
-            return work
-        scaled = len(keys) * config.num_heads * config.head_dim
-        return work + PositionalWork(flops=scaled, bytes=self.scales.element_size())
+        return rotated_by + work_of_scales(self.query_scales(), config, len(keys))
 
 
 def _query_scale(given: object) -> tuple[float, int] | None:

@@ -34,7 +34,15 @@ from ropewalk.model.encodings.base import (
 )
 from ropewalk.model.encodings.rope import RoPE
 from ropewalk.model.inspect.explain.rotating import find_pair_rotation
-from ropewalk.model.layers.executor import Pass, TorchExecutor, in_heads, linear, rotated, spec_of
+from ropewalk.model.layers.executor import (
+    Pass,
+    TorchExecutor,
+    in_heads,
+    linear,
+    rotated,
+    scaled_queries,
+    spec_of,
+)
 from ropewalk.model.loading.checkpoints import InUse, load_encoding, read_parameter
 from ropewalk.model.program import (
     Attend,
@@ -185,7 +193,6 @@ class Looked:
         attends = [i for i, op in enumerate(ops) if isinstance(op, Attend) and not op.crosses]
         at = attends[layer]
         turns = max(i for i, op in enumerate(ops[:at]) if isinstance(op, Rotate))
-        turns -= isinstance(ops[turns - 1], ScaleQueries)
         attend = ops[at]
         assert isinstance(attend, Attend) and attend.encoding is not None
         self.op, self.encoding = attend, attend.encoding
@@ -207,7 +214,7 @@ class Looked:
             self.placed = None if attend.cap else _placed(program, ops[:turns], executor, now)
             self.why_not = CLAMPED if self.placed is None else None
         before = executor.run(ops, range(turns), now, {})
-        # Before positions changed them.
+        # Before anything turned them.
         self.q, self.k = (in_heads(before[name], attend.head_dim) for name in ("q", "k"))
         self.v = in_heads(before["v"], attend.head_dim)
         after = executor.run(ops, range(turns, at), now, before)
@@ -226,9 +233,8 @@ class Looked:
         content, position = plain, torch.zeros_like(plain)
         terms: Mapping[str, Tensor] | None = None
         turned = rotates(encoding) or rotation is not None
-        q, k = self.at_same_position() if turned else (self.q, keys)
-        scales = encoding.query_scales()
-        if turned or scales is not None:
+        q, k = self.at_same_position() if turned else (self.queries, keys)
+        if turned:
             zero = torch.zeros_like(batch.positions)
             content = self.reference.scores(q[row], k, zero[row], zero, zero, rotation)[:, 0]
             position = plain - content
@@ -237,7 +243,7 @@ class Looked:
         added = self._added(query, plain.masked_fill(hidden, -torch.inf), keys, positions)
         if added is not None:
             scores = plain + added
-            position = position + added
+            position = position + added if turned else added
         if self.placed is not None:
             terms = self._terms(row, keys)
             position = torch.stack([*terms.values()]).sum(dim=0)
@@ -245,10 +251,7 @@ class Looked:
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         split = self.why_not is None
         distances, curve = self._curve(query, added)
-        of_query = q[query].to(self.reference.dtype)
-        if scales is not None:
-            of_query = of_query * scales[batch.positions[query]][:, None]
-        pairs, still = self._pairs(of_query, None if key is None else k[key], rotation is not None)
+        pairs, still = self._pairs(q[query], None if key is None else k[key], rotation is not None)
         return Explanation(
             encoding=self.config.encoding.name,
             kind=self.kind,
@@ -276,7 +279,8 @@ class Looked:
         found: list[Kind] = []
         if rotates(encoding) or encoding.rotation() is not None:
             found.append("rotation")
-        if encoding.query_scales() is not None:
+        scales = encoding.query_scales()
+        if scales is not None and (scales[self.batch.positions] != 1).any():
             found.append("query_scale")
         if encoding.score_bias() is not None:
             found.append("bias")
@@ -291,10 +295,7 @@ class Looked:
         return "several" if len(found) > 1 else found[0] if found else "none"
 
     def at_same_position(self) -> tuple[Tensor, Tensor]:
-        """Queries [T, heads, head_dim] and gathered keys as if all tokens were at position 0.
-
-        Queries without their scales.
-        """
+        """Queries [T, heads, head_dim] and gathered keys as if all tokens were at position 0."""
         zero = torch.zeros_like(self.batch.positions)
         start = replace(self.batch, positions=zero, offsets=zero)
         q, k = rotated(self.encoding, self.q, self.k, start)
@@ -308,8 +309,6 @@ class Looked:
         wide, repeat = self.reference.dtype, self.op.num_heads // self.op.num_kv_heads
         of_q, of_k = (in_heads(each, self.op.head_dim).to(wide) for each in self.placed)
         of_q, of_k = of_q[row], of_k.repeat_interleave(repeat, dim=1)
-        if (scales := self.encoding.query_scales()) is not None:
-            of_q = of_q * scales[self.batch.positions[row]][..., None]
         q, k = self.queries[row].to(wide) - of_q, keys - of_k
 
         def scores(q: Tensor, k: Tensor) -> Tensor:
@@ -368,7 +367,7 @@ class Looked:
             return (), None
         if k is None:
             return tuple(Pair(each, speed) for each, speed in turning), None
-        k = k.to(self.reference.dtype)
+        q, k = q.to(self.reference.dtype), k.to(self.reference.dtype)
         if left and isinstance(self.encoding, RoPE):
             q = _magnified(q, self.encoding)
             k = _magnified(k, self.encoding) if self.encoding.key_storage == "raw" else k
@@ -437,6 +436,8 @@ def _placed(
                     made = list(torch.split(linear(part, wide, None), list(op.outputs), dim=-1))
                 case Scale():
                     made = [part * op.factor]
+                case ScaleQueries():
+                    made = [scaled_queries(op, now, part)]
                 case _:
                     raise TypeError(f"before the first scores is a {type(op).__name__}")
             placed |= dict(zip(writes, made, strict=True))

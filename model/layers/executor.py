@@ -361,11 +361,16 @@ def _ask_query(op: AskQuery, now: Pass, x: Tensor, q: Tensor) -> Sequence[Tensor
     return ()
 
 
-def _scale_queries(op: ScaleQueries, now: Pass, q: Tensor) -> Sequence[Tensor]:
+def scaled_queries(op: ScaleQueries, now: Pass, q: Tensor) -> Tensor:
+    """[T, heads · head_dim]."""
     scales = op.encoding.query_scales()
     assert scales is not None, "only layers with scales have this op"
     scaled = in_heads(q, op.head_dim) * scales[now.batch.positions][..., None]
-    return (scaled.flatten(1).to(q.dtype),)
+    return scaled.flatten(1).to(q.dtype)
+
+
+def _scale_queries(op: ScaleQueries, now: Pass, q: Tensor) -> Sequence[Tensor]:
+    return (scaled_queries(op, now, q),)
 
 
 def _rotate(op: Rotate, now: Pass, q: Tensor, k: Tensor) -> Sequence[Tensor]:

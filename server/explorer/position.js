@@ -78,7 +78,7 @@
     },
   };
 
-  const CHANGING = new Set(["gates", "query_scale", "query_bias", "content_bias"]); // whose numbers are those of one query
+  const CHANGING = new Set(["gates", "query_scale", "query_bias", "content_bias", "several"]); // whose numbers are those of one query
 
   const ENCODER = " This is an encoder: it reads a text as a whole, and each token sees later ones, too. Nothing is appended to what it has read, " +
     "or moved in it: another text is computed anew.";

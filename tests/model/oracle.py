@@ -203,11 +203,12 @@ class Rotary(NoPosition):
 
     def products(self, layer, q, k, positions):
         """From the distance `near` on with other positions (2401.01325)."""
-        found, near = super().products(layer, q, k, positions), self.options.get("near")
-        if (sharper := self.options.get("query_scale")) is not None:
+        sharper, rotated = self.options.get("query_scale"), self.options.get("layers") or [layer]
+        if sharper is not None and layer in rotated:
             passed = (positions // sharper["original_context"]).to(WIDE)
             factors = 1 + sharper["beta"] * (1 + passed).log()
-            found = found * factors.to(self.tables).to(WIDE)[:, None]
+            q = q * factors.to(self.tables).to(WIDE)[:, None]
+        found, near = super().products(layer, q, k, positions), self.options.get("near")
         if near is None or layer not in (self.options.get("layers") or [layer]):
             return found
         group = self.options.get("group") or len(positions) + int(positions[0]) + near

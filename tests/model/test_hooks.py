@@ -354,6 +354,7 @@ def test_what_fails_before_there_are_layers():
             "Layerless",
             r"Layerless fails as .*_hooks.py, line \d+: AttributeError: .* has no .*'of'",
         ),
+        ("Scaleless", r"Scaleless fails as it is built \(test_hooks.py, line \d+: AttributeError"),
     ],
 )
 def test_a_class_that_cannot_be_built(kind, why):
@@ -366,6 +367,14 @@ class Unmade(PositionalEncoding):
     @classmethod
     def create(cls, options, config, context, device):
         return cls(options)
+
+
+class Scaleless(PositionalEncoding):
+    def freeze(self):
+        self.made = torch.ones(CONTEXT, 1)
+
+    def query_scales(self):
+        return self.made
 
 
 class Layerless(PositionalEncoding):

@@ -181,6 +181,23 @@ def drop(values, key):
     values["text_config"].pop(key, None)
 
 
+def test_the_older_spelling_of_queries_that_grow(tmp_path):
+    row = FAMILIES["ministral3"]
+    model = saved(row.config, tmp_path)
+
+    def respelled(values):
+        values["rope_scaling"] = values.pop("rope_parameters")
+
+    with_description(tmp_path, respelled)
+    check_folder(tmp_path, model, row)
+    with_description(tmp_path, lambda values: values["rope_scaling"].pop("llama_4_scaling_beta"))
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta is missing"):
+        open_checkpoint(tmp_path)
+    with_description(tmp_path, lambda values: values.pop("rope_scaling"))
+    with pytest.raises(CheckpointError, match="rope_parameters is missing"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_text_of_no_family_that_is_known_with_images(tmp_path):
     row = FAMILIES["ministral3-window-tied"]
     saved(row.config, tmp_path)

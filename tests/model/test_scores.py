@@ -101,6 +101,14 @@ def test_scores_of_every_encoding(name):
             assert_explained(seen, query, key, found, values, 1e-5)
             turns = rotates(encoding) or encoding.rotation() is not None
             bias = encoding.score_bias() is not None
+            if (
+                turns
+                and not bias
+                and seen.position is not None
+                and "near" not in (program.config.encoding.options)
+            ):
+                at = seen.position[:, query].abs().max()  # its own key, at the same position
+                assert at <= 2e-4 * (1 + float(seen.scores.abs().max()))
             biased = bias or by_content(encoding)
             acts = {
                 "rotation": turns,

@@ -226,7 +226,7 @@ ENCODINGS = {
     "rope-slowed": EncodingSpec("rope", ROPE | {"scaling": {"type": "linear", "factor": 4.0}}),
     "rope-by-layer": EncodingSpec("rope", ROPE | BY_LAYER),
     "rope-sharper": EncodingSpec(
-        "rope", ROPE | {"query_scale": {"beta": 0.4, "original_context": 9}}
+        "rope", ROPE | {"layers": [0, 2], "query_scale": {"beta": 0.4, "original_context": 9}}
     ),
     "rope-raw": EncodingSpec("rope", ROPE | {"storage": "raw"}),
     "rope-raw-scaled": EncodingSpec(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.model.config import ModelConfig
-from ropewalk.model.encodings.base import EncodingError, create, freeze_all
+from ropewalk.model.encodings.base import EncodingError, PositionalEncoding, create, freeze_all
 from ropewalk.model.encodings.common.validate import check_hooks
 from ropewalk.model.family.errors import FamilyError
 from ropewalk.model.family.training.dense import refreeze
@@ -40,12 +40,20 @@ def rehearse(encoding: str, context: int, *, compiled: bool = False) -> None:
         if compiled:
             losses.append(torch.compile(loss, backend="eager"))
         found = []
+        scaled = _scaled(decoder.program.encoding, config)
         for each in losses:
             refreeze(decoder)
             value = each()
             torch.autograd.backward(value)
             found.append(value.item())
+        if _scaled(decoder.program.encoding, config) != scaled:
+            raise FamilyError(
+                f"{encoding}: query_scales returns a table only after `freeze`, when the decoder "
+                "has been built without; make one in `create`"
+            )
         _at_length(config, context)
+    except FamilyError:
+        raise
     except EncodingError as error:
         raise FamilyError(str(error)) from error
     except Exception as error:  # foreign code may raise anything
@@ -64,6 +72,12 @@ def rehearse(encoding: str, context: int, *, compiled: bool = False) -> None:
             f"{encoding}: no gradient reaches {', '.join(still)}; derive values from the "
             "parameter itself, not from a copy made in `freeze`"
         )
+
+
+def _scaled(encoding: PositionalEncoding, config: ModelConfig) -> list[bool]:
+    """Whether each layer's queries are."""
+    layers = map(encoding.for_layer, range(config.num_layers))
+    return [own.query_scales() is not None for own in layers]
 
 
 @torch.no_grad()

@@ -56,6 +56,8 @@ def _scores(subject: Subject) -> list[Picture | Omitted]:
     about = f"With {subject.title}, scores depend on content alone, not on distance."
     if subject.by_content:
         about = f"With {subject.title}, what distance does to a score depends on the text."
+    elif subject.encoding.query_scales() is not None:
+        about = f"With {subject.title}, a score depends on the query's position, not on distance."
     return found or [Omitted("score", rotation_pictures.SCORES, about)]
 
 

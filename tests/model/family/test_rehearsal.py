@@ -97,6 +97,14 @@ def test_a_table_made_for_the_trained_length_alone_is_found_out(own) -> None:
     assert "cannot be trained" in said and "RuntimeError" in said
 
 
+def test_scales_that_begin_with_freeze_are_found_out(own) -> None:
+    create = "encoding.scales = None; cls.query_scales = lambda self: self.scales"
+    freeze = f"{LEARNS}; self.scales = 1 + torch.arange(self.context)[:, None] / 100"
+    assert "query_scales returns a table only after `freeze`" in refused(own(freeze, create))
+    create = create.replace("None", "torch.ones(context, 1)")
+    rehearse(own(freeze, create), 4096)
+
+
 def test_a_parameter_that_would_not_be_trained_is_named(own) -> None:
     freeze = LEARNS.replace("self.slopes", "self.slopes.detach()", 1)
     assert "no gradient reaches encoding.slopes" in refused(own(freeze))
