@@ -86,9 +86,14 @@ def num_step_tokens(wanted: int | None, max_seqs: int, decoder: Decoder) -> int:
     return wanted or max(max_seqs, 2048 if lean else 512)
 
 
-def num_draft_tokens(wanted: int | None, device: torch.device) -> int:
-    """`wanted`, else some on a CPU; a GPU's steps are launched before their tokens are known."""
-    return (7 if device.type == "cpu" else 0) if wanted is None else wanted
+def num_draft_tokens(wanted: int | None, decoder: Decoder, attention: str) -> int:
+    """`wanted`, else some where a row's numbers do not depend on how many are computed with it.
+
+    attention: the backend's name. A GPU's steps are launched before their tokens are known.
+    """
+    if wanted is not None:
+        return wanted
+    return 7 if decoder.executor.name == attention == "cpu" else 0
 
 
 def device_name(device: torch.device) -> str:

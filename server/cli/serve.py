@@ -268,9 +268,11 @@ SETTINGS: tuple[Variable, ...] = (
     _limits(
         "--draft-tokens",
         "most tokens of an answer that are guessed and checked in one step; a guess is what "
-        "followed the answer's last tokens before, and changes no answer; 0: none",
+        "followed the answer's last tokens before, and changes no answer but for rounding, of "
+        "which the CPU's kernels do none; 0: none",
         auto(count(0, 64)),
-        shown="auto, 7, or on a GPU 0: there guessing keeps steps from being launched ahead",
+        shown="auto, 7 with the CPU's kernels, else 0: on a GPU a guess keeps steps from being "
+        "launched ahead",
     ),
     _limits(
         "--max-queue",

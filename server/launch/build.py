@@ -353,7 +353,9 @@ def _complete(
         lone_factor=LONE_FACTOR if config.max_models == 1 and device.type == "cpu" else 1,
         max_queue_s=config.limits.max_queue_time,
         several_clients=len(config.http.api_keys) > 1,
-        draft_tokens=hardware.num_draft_tokens(config.limits.draft_tokens, device),
+        draft_tokens=hardware.num_draft_tokens(
+            config.limits.draft_tokens, model.decoder, model.backend.name
+        ),
     )
     rules = [model.decoder.encoding.for_layer(layer) for layer in range(shape.num_layers)]
     decoder = TimedDecoder(model.decoder)

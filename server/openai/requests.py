@@ -8,8 +8,10 @@ import asyncio
 import random
 import time
 import uuid
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ropewalk.model.chat.template import ChatTemplateError
@@ -40,6 +42,7 @@ from ropewalk.server.tools.prompts import template_input
 DEFAULT_COMPLETION_TOKENS = 16
 JSON_KINDS = (Kind.JSON_OBJECT, Kind.JSON_SCHEMA)
 MAX_BYTES_PER_TOKEN = 16
+LIKELY_PER_TOKEN = 4  # characters, of which none has more than four bytes
 MESSAGE_WORK = 32  # what a message costs besides its text, in characters
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
 RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
@@ -56,7 +59,7 @@ class Prompt:
     text: str | None = None
     thinking: bool = False
     origin: Kept | None = None
-    predicted: Sequence[int] = ()
+    predicted: "array[int] | None" = None
 
 
 async def completion_prompts(
@@ -117,13 +120,14 @@ async def chat_prompt(body: ChatBody, served: Served, *, fits: bool = True) -> P
     return Prompt(tokens, thinking=thinking, predicted=await _predicted(body, served))
 
 
-async def _predicted(body: ChatBody, served: Served) -> Sequence[int]:
-    """What the client expects, without tokens that the model does not have."""
+async def _predicted(body: ChatBody, served: Served) -> "array[int] | None":
+    """What the client expects, as far as an answer could have it."""
     if body.prediction is None:
-        return ()
-    text = text_of(body.prediction.content)
+        return None
+    text = text_of(body.prediction.content)[: LIKELY_PER_TOKEN * served.max_context]
     tokens = await encode(text, served, bos=False, param="prediction")
-    return [token for token in tokens if token < served.vocab_size]
+    known = (token for token in tokens if token < served.vocab_size)
+    return array("i", islice(known, served.max_context))
 
 
 async def chat_text(body: TemplateBody, messages: Sequence[Message], served: Served) -> str:

@@ -202,7 +202,8 @@ class KeptSequences:
         if kept is None or by <= 0 or id_ in self._claimed or kept.tokens != tuple(tokens):
             return
         length = len(tokens) - by
-        self._operations.apply(Truncate(id_, min(length, self._cache.computed(id_))))
+        # The last token is not stored, as in any other: what follows it is computed with it.
+        self._operations.apply(Truncate(id_, min(length - 1, self._cache.computed(id_))))
         self.add(replace(kept, tokens=kept.tokens[:length]))
 
     def take_up(self, kept: Kept, name: str) -> None:

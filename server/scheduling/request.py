@@ -63,10 +63,11 @@ class Drafts:
 
     __slots__ = ("_guess", "_rate", "_read", "_stored")
 
-    def __init__(self, prompt: Sequence[int] = (), predicted: Sequence[int] = ()) -> None:
+    def __init__(self, prompt: Sequence[int] = (), predicted: "array[int] | None" = None) -> None:
         """predicted: what may follow the prompt."""
-        before = [*prompt[-ALIKE:], *predicted] if predicted else ()
-        self._stored = bytearray(array("i", before).tobytes())  # to be searched as bytes
+        self._stored = bytearray()  # 32-bit integers, to be searched as bytes
+        if predicted:
+            self._stored += (array("i", prompt[-ALIKE:]) + predicted).tobytes()
         self._read = 0
         self._guess: tuple[int, ...] = ()
         self._rate = USUAL_RATE  # how often a guess was right lately

@@ -31,9 +31,10 @@ from ropewalk.server.scheduling.request import (
 )
 
 ANSWERED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CONTEXT)
-# Of a step with guesses: its rows, so that it holds others up little, and what it costs besides
-# them, in rows: with SmolLM2 on two cores 3 to 5, less where there are more of them.
+# Of a step with guesses: its rows, and what it costs besides them, in rows: with SmolLM2 on two
+# cores 3 to 5, less where there are more of them.
 MOST_ROWS, ROWS_PER_STEP = 8, 2
+BESIDE_OTHERS = 1  # guesses of a request that does not run alone: the others wait for them
 QUICK = 4  # a prompt of up to one in so many of a step's tokens is short
 PATIENT = 8  # beside others, prompts of those who ask for many have one in so many of its tokens
 SHRUNK = (
@@ -331,13 +332,15 @@ class Scheduler:
         if left <= 0:
             return work
         share = rows / (rows + ROWS_PER_STEP)
+        own = self.limits.draft_tokens
+        if len(work) > 1:
+            own = min(own, BESIDE_OTHERS)
         drafted = []
-        for others, each in zip(reversed(range(len(work))), work, strict=True):
+        for each in work:
             request = each.request
             drafts: tuple[int, ...] = ()
-            if left > 0 and each.samples and request.guessable:
-                own = -(-left // (others + 1))
-                most = min(self.limits.draft_tokens, own, self._most_drafts(request))
+            if left and each.samples and request.guessable:
+                most = min(own, left, self._most_drafts(request))
                 drafts = request.drafts.next(request.tokens, share, most)
             if drafts and not self._cache.grow(request.id, request.context_length + len(drafts)):
                 drafts = ()

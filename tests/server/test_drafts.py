@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -79,7 +80,7 @@ def test_guesses_that_are_seldom_right_are_not_checked_until_they_are_again():
 
 def test_what_is_predicted_follows_the_prompt():
     """And is looked for after what the answer itself has."""
-    drafts, tokens = Drafts([9, 9, 1, 2, 3], [4, 5, 6, 7, 8]), [9, 9, 1, 2, 3, 4]
+    drafts, tokens = Drafts([9, 9, 1, 2, 3], array("i", [4, 5, 6, 7, 8])), [9, 9, 1, 2, 3, 4]
     assert drafts.next(tokens, 0.01, 4) == (5, 6, 7, 8)
     tokens += [40, 2, 3, 4, 41, 2, 3, 4]
     assert drafts.next(tokens, 0.01, 2) == (41, 2)
@@ -93,10 +94,18 @@ def test_a_chat_may_say_what_it_expects():
     body = ChatBody.model_validate({"messages": [said], "prediction": prediction})
     served = toy(vocab_size=190)
     prompt = asyncio.run(chat_prompt(body, served))
-    assert prompt.predicted == list(b"abcd\xa9")  # é is 195 and 169
+    assert list(prompt.predicted) == list(b"abcd\xa9")  # é is 195 and 169
     (choice,) = choices_for(body, [prompt], served, "")
     drafts, tokens = choice.request.drafts, [*choice.request.tokens, ord("a")]
     assert bytes(drafts.next(tokens, 0.01, 3)) == b"bcd"
+
+
+@pytest.mark.parametrize("content", ["a" * 10**6, "\N{ROCKET}" * 10**5])
+def test_a_prediction_is_cut_to_what_an_answer_can_be(content):
+    said, prediction = {"role": "user", "content": "hi"}, {"type": "content", "content": content}
+    body = ChatBody.model_validate({"messages": [said], "prediction": prediction})
+    served = toy()
+    assert len(asyncio.run(chat_prompt(body, served)).predicted) == served.max_context
 
 
 # ------------------------------------------------------------------------------ whole answers
@@ -107,6 +116,7 @@ def always(monkeypatch):
     """Every guess is worth a row."""
     monkeypatch.setattr(scheduler, "ROWS_PER_STEP", 10**6)
     monkeypatch.setattr(scheduler, "MOST_ROWS", 10**6)
+    monkeypatch.setattr(scheduler, "BESIDE_OTHERS", 10**6)
     monkeypatch.setattr(Drafts, "_follow", never_discouraged(Drafts._follow))
 
 
@@ -285,6 +295,21 @@ def test_guesses_take_no_block_from_others():
     while engine.busy:
         preempted += engine.step().stats.preemptions
     assert preempted == 0
+
+
+def test_beside_others_a_request_has_one_guess():
+    engine, _ = make_engine(circling, draft_tokens=7)
+    for name in ("a", "b"):
+        engine.submit(make_request(name, [0, 1, 2, 3, 0, 1, 2], max_tokens=60))
+    drafted = []
+    while len(engine._scheduler.running) != 1 or len(drafted) < 9:
+        drafted.append(engine.step().stats.draft_tokens)
+        if len(drafted) == 20:
+            engine.abort("b")
+    assert max(drafted[:20]) == 2
+    while engine.busy:
+        drafted.append(engine.step().stats.draft_tokens)
+    assert max(drafted) == 7
 
 
 def test_no_guess_is_worth_a_row_beside_many():
