@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from typing import Any
 
 from ropewalk.report.table import markdown
 from ropewalk.server.library import Model, load
 
-Chat = Mapping[str, object]
+Chat = Mapping[str, Any]
 
 THINGS = (
     "a rope",
@@ -78,9 +79,7 @@ def answered(
     """Seconds that all answers took, and their tokens."""
 
     def generate(chat: Chat, most: int = tokens) -> tuple[int, ...]:
-        own = dict(chat)
-        prompt = own.pop("prompt")
-        return model.generate(prompt, max_tokens=most, temperature=0, ignore_eos=True, **own).tokens  # type: ignore[arg-type]
+        return model.generate(max_tokens=most, temperature=0, ignore_eos=True, **chat).tokens
 
     for chat in chats:
         generate(chat, 1)

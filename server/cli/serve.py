@@ -268,9 +268,9 @@ SETTINGS: tuple[Variable, ...] = (
     _limits(
         "--draft-tokens",
         "most tokens of an answer that are guessed and checked in one step; a guess is what "
-        "followed the answer's last tokens before, and changes no answer but for rounding, of "
-        "which the CPU's kernels do none; 0: none",
-        auto(count(0, 64)),
+        "followed the answer's last tokens before, and changes no answer, with the CPU's kernels "
+        "not even its rounding; 0: none",
+        auto(count(0, 7)),
         shown="auto, 7 with the CPU's kernels, else 0: on a GPU a guess keeps steps from being "
         "launched ahead",
     ),

@@ -42,7 +42,6 @@ from ropewalk.server.tools.prompts import template_input
 DEFAULT_COMPLETION_TOKENS = 16
 JSON_KINDS = (Kind.JSON_OBJECT, Kind.JSON_SCHEMA)
 MAX_BYTES_PER_TOKEN = 16
-LIKELY_PER_TOKEN = 4  # characters, of which none has more than four bytes
 MESSAGE_WORK = 32  # what a message costs besides its text, in characters
 MAX_SCORES = 1 << 21  # log-probabilities of prompts in one answer, some 100 bytes each
 RENDER_SECONDS = 4.0  # until a chat must be rendered, the wait for others included
@@ -124,7 +123,8 @@ async def _predicted(body: ChatBody, served: Served) -> "array[int] | None":
     """What the client expects, as far as an answer could have it."""
     if body.prediction is None:
         return None
-    text = text_of(body.prediction.content)[: LIKELY_PER_TOKEN * served.max_context]
+    whole = text_of(body.prediction.content).encode()
+    text = whole[: MAX_BYTES_PER_TOKEN * served.max_context].decode(errors="ignore")
     tokens = await encode(text, served, bos=False, param="prediction")
     known = (token for token in tokens if token < served.vocab_size)
     return array("i", islice(known, served.max_context))

@@ -1,4 +1,7 @@
-"""Requests, the work of a step, and what the engine says about both. Plain data: no torch."""
+"""Requests, guesses at their answers, the work of a step, and what the engine says about it.
+
+No torch.
+"""
 
 import random
 from array import array
@@ -47,7 +50,7 @@ def owner(sequence: str) -> str:
 
 
 ALIKE = 3  # tokens that must be as before, for a guess at what follows
-AHEAD = 16  # tokens that are guessed at most
+AHEAD = 7  # tokens that are guessed at most
 USUAL_RATE, MOST_RATE = 0.5, 0.9  # of right guesses: until some were seen, and what is believed
 NEWEST = 1 / 8  # how much the newest guess counts
 

@@ -211,6 +211,7 @@ class CountBody(TranslatedBody):
     max_tokens: Count | None = None
     system: Texts = ""
     stop_sequences: Stops = Field(default=[])
+    # This protocol's own, in place of a chat's, which mypy calls another type.
     tools: Tools = Field(default=[])  # type: ignore[assignment]
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: ThinkingConfig = ThinkingConfig(type="disabled")

@@ -187,6 +187,7 @@ class ResponsesBody(TranslatedBody):
     input: Input
     instructions: str | None = None
     max_output_tokens: Count | None = None
+    # This protocol's own tools, in place of a chat's, which mypy calls another type.
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)  # type: ignore[assignment]
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool | None = None

@@ -137,7 +137,7 @@ def test_variable_equals_flag(option, tmp_path: Path) -> None:
         "metrics_compat": "vllm",
         "operator_routes": "off",
         "max_step_tokens": "99",
-        "draft_tokens": "9",
+        "draft_tokens": "5",
     }
     text = samples.get(option.name, "77")
     base = {}

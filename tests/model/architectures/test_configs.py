@@ -525,5 +525,17 @@ def test_gguf_tensors_that_cannot_be_honoured(tensors, saying):
         from_gguf(tensors=tensors)
 
 
+def test_gguf_of_mistral_small_and_of_queries_that_grow():
+    """Whose original context is the context, where a file does not state it."""
+    plain = from_gguf("mistral3")
+    assert plain == EXPECTED_GGUF["llama"]
+    assert from_gguf("mistral3", **{"attention.temperature_scale": 0.0}) == plain
+    for stated, original in ({}, plain.trained_context), ({"original_context_length": 9}, 9):
+        own = {f"rope.scaling.{key}": value for key, value in stated.items()}
+        found = from_gguf("mistral3", **own, **{"attention.temperature_scale": 0.25})
+        scale = {"query_scale": {"beta": 0.25, "original_context": original}}
+        assert found.encoding.options == plain.encoding.options | scale
+
+
 def test_gguf_has_no_falcon_with_alibi():
     refused_in_gguf("general.architecture is 'falcon'; supported are .*bloom", "falcon")
